@@ -1,24 +1,27 @@
-"""Random planning problems, and what the planner promises: no plan is faster than its lower bound
-or the simulator's, and more candidates do not make plans slower.
+"""Random planning problems, and properties of the planner: plans are legal and the same for equal
+problems, none is faster than its lower bound or the simulator's, and more candidates do not make
+them slower.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, replace
+from math import inf, isclose
 from random import Random
 from types import SimpleNamespace
 
 from reference import make_batch, make_profile
 
 from ds_hydra.lab.simulator.scenario import perfect_balance_ms
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner.candidate import OneStrategy
 from ds_hydra.sampler.planner.iteration import plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import Corrections
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
+from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 TOLERANCE = 0.05
@@ -207,6 +210,32 @@ def _wrong_balance(problem: Problem) -> Iterator[str]:
     plan, _ = plan_with_time(planning, problem.strategies)
     if bound_ms > plan.makespan_ms * (1 + _ROUNDING):
         yield f"perfect balance takes {bound_ms} ms, {plan.strategy} {plan.makespan_ms}"
+
+
+def illegal_plans(problem: Problem) -> Iterator[str]:
+    """Yield a sentence for each promise that the plan over all strategies breaks."""
+    held = problem.settings.max_len_override
+    planning = problem.planning()
+    if not any(planning.is_held(planning.longest(s)) for s in problem.strategies):
+        return
+    plan, time_ms = plan_with_time(planning, problem.strategies)
+    placed = [i for p in plan.pipelines for micro_batch in p.micro_batches for i in micro_batch]
+    if sorted(placed) != list(range(len(problem.lengths))):
+        yield "not every sequence is placed once"
+    for pipeline in plan.pipelines:
+        for micro_batch in pipeline.micro_batches:
+            if sum(plan.micro_batch_lengths(micro_batch)) > held[pipeline.scheme]:
+                yield f"a micro-batch of {pipeline.scheme} is above its MaxLen"
+    if not groups_of(plan.strategy) <= groups_of_all(problem.strategies):
+        yield f"{plan.strategy} needs groups that no candidate has"
+    if IterationPlan.from_json(plan.to_json()) != plan:
+        yield "a plan is another one as a document"
+    again, _ = plan_with_time(problem.planning(), problem.strategies)
+    if again.digest != plan.digest:
+        yield "equal problems have plans of different digests"
+    backwards = replace(problem, lengths=problem.lengths[::-1])
+    if not isclose(backwards.time_ms(problem.strategies), time_ms, rel_tol=_ROUNDING):
+        yield "the order of the global batch changes the time"
 
 
 def slower_with_more(problem: Problem, rng: Random, num_subsets: int = 4) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,67 @@ from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
-from ds_hydra.strategy import Profile
+from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.profiles.profile import LinkTimes
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = Profile.load(find_profile("a800_llama2_7b"))
 NUM_RANKS = 8
 STRATEGIES = ("1x<8,1>", "1x<4,1> + 2x<2,1>", "1x<4,1> + 1x<2,2>", "2x<2,2>", "3x<2,1>", "4x<1,2>")
+
+
+def make_record(
+    iteration: int,
+    strategy: str,
+    measured: Sequence[float] = (110.0,),
+    predicted: float = 100.0,
+    loss: float | None = 2.0,
+) -> dict:
+    """One line of metrics; `measured` times go to the pipelines in turn."""
+    parsed = Strategy.parse(strategy)
+    times = [measured[i % len(measured)] for i in range(len(parsed.schemes))]
+    return {
+        "iteration": iteration,
+        "loss": loss,
+        "strategy": strategy,
+        "num_tokens": 1000,
+        "num_sequences": 5,
+        "iteration_ms": 200.0,
+        "tokens_per_s": 5000.0 + iteration,
+        "predicted_ms": predicted,
+        "measured_ms": max(times),
+        "imbalance": max(times) / min(times) - 1 if min(times) else 0.0,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "planning_ms": 1.0,
+        "waited_ms": 0.0,
+        "pull_ms": 1.0,
+        "push_ms": 1.0,
+        "step_ms": 1.0,
+        "pipelines": [
+            {
+                "tp": scheme.tp,
+                "pp": scheme.pp,
+                "ranks": list(ranks),
+                "num_micro_batches": 1,
+                "num_tokens": 500,
+                "predicted_ms": predicted,
+                "measured_ms": time,
+            }
+            for scheme, ranks, time in zip(parsed.schemes, parsed.place(), times, strict=True)
+        ],
+    }
+
+
+def write_run(run_dir: Path, records: Iterable[dict], tail: str = "") -> Path:
+    """A run that has metrics alone."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / METRICS_FILE).write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + tail
+    )
+    return run_dir
+
+
 LINKS = LinkTimes(pull_ms=40.0, push_ms=60.0, step_ms=20.0)
 
 
@@ -99,44 +154,32 @@ def metrics_line(plan: IterationPlan, timeline: Timeline, loss: float | None) ->
     for event in timeline.passes():
         ends[event.pipeline] = max(ends[event.pipeline], event.end_ms - LINKS.pull_ms)
     busy = [end for end in ends if end > 0]
-    return {
+    record = make_record(plan.iteration, str(plan.strategy), ends, plan.makespan_ms, loss)
+    for entry, pipeline in zip(record["pipelines"], plan.pipelines, strict=True):
+        rows = [plan.micro_batch_lengths(row) for row in pipeline.micro_batches]
+        entry |= {
+            "num_micro_batches": len(rows),
+            "num_tokens": sum(map(sum, rows)),
+            "predicted_ms": pipeline.makespan_ms,
+        }
+        assert tuple(entry["ranks"]) == tuple(pipeline.ranks)
+    return record | {
         "schema": METRICS_SCHEMA,
-        "iteration": plan.iteration,
-        "loss": loss,
-        "strategy": str(plan.strategy),
         "strategy_index": 0,
         "num_tokens": plan.num_tokens,
         "num_sequences": len(plan.lengths),
         "longest_tokens": max(plan.lengths),
         "iteration_ms": timeline.duration_ms + 5.0,
         "tokens_per_s": plan.num_tokens / (timeline.duration_ms + 5.0) * 1e3,
-        "predicted_ms": plan.makespan_ms,
-        "measured_ms": max(ends),
         "prediction_error": max(ends) / plan.makespan_ms - 1,
         "imbalance": max(busy) / min(busy) - 1,
         "bubble": 0.1,
         "pack_occupancy": 0.8,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
         "planning_ms": 10.0,
         "waited_ms": 1.0,
         "pull_ms": LINKS.pull_ms,
         "push_ms": LINKS.push_ms,
         "step_ms": LINKS.step_ms,
-        "pipelines": [
-            {
-                "tp": p.scheme.tp,
-                "pp": p.scheme.pp,
-                "ranks": list(p.ranks),
-                "num_micro_batches": len(p.micro_batches),
-                "num_tokens": sum(
-                    sum(plan.micro_batch_lengths(micro_batch)) for micro_batch in p.micro_batches
-                ),
-                "predicted_ms": p.makespan_ms,
-                "measured_ms": end,
-            }
-            for p, end in zip(plan.pipelines, ends, strict=True)
-        ],
     }
 
 

@@ -24,7 +24,6 @@ from ds_hydra.environment import (
     WANTED,
     count_own_cores,
     is_first_on_host,
-    missing_for_overlap,
     set_accelerator_environment,
 )
 from ds_hydra.errors import HydraConfigError
@@ -110,13 +109,6 @@ def test_what_the_driver_has_in_force_counts(monkeypatch, nothing_chosen):
     assert "CUDA_MODULE_LOADING=LAZY" in problem
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in problem
     assert "export CUDA_MODULE_LOADING=EAGER" in problem
-
-
-def test_what_nobody_chose_is_set():
-    environment = {"PATH": "/bin"}
-    assert set_accelerator_environment(environment, lambda _: False) == []
-    assert environment == {"PATH": "/bin", **WANTED}
-    assert missing_for_overlap(environment) == []
 
 
 @pytest.mark.parametrize("name", [*WANTED, "PYTORCH_CUDA_ALLOC_CONF"])

@@ -128,18 +128,6 @@ def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplo
     assert "starting another one" in caplog.text
 
 
-@pytest.mark.slow
-def test_a_pool_that_is_gone_comes_back(inline_plans):
-    with make_planner(num_workers=3) as planner:
-        first = plan_all(planner, BATCHES[:3])
-        for pid in planner.worker_pids:
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not planner.worker_pids)
-        results = first + plan_all(planner, BATCHES[3:])
-    assert [result.plan for result in results] == inline_plans
-    assert {result.source for result in results} == {"worker"}
-
-
 def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_plans, caplog):
     monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
     with make_planner(num_workers=2) as planner:
@@ -151,8 +139,8 @@ def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_pl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times", [3])
-def test_a_hung_worker_is_late_once_and_replaced(times, inline_plans, caplog):
+def test_a_hung_worker_is_late_once_and_replaced(inline_plans, caplog):
+    times = 3
     with make_planner(num_workers=1) as planner:
         for hang in range(times):
             planner.deadline_s = LONG_S
@@ -285,13 +273,11 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("end", "kill"),
     [
-        ("pass", None),
         ("raise RuntimeError('training failed')", None),
         ("time.sleep(600)", signal.SIGINT),
-        ("time.sleep(600)", signal.SIGTERM),
         ("time.sleep(600)", signal.SIGKILL),
     ],
-    ids=["exit", "exception", "ctrl-c", "terminated", "killed"],
+    ids=["exception", "ctrl-c", "killed"],
 )
 def test_no_process_is_left_and_nothing_hangs(end, kill):
     code = textwrap.dedent(SCRIPT).format(tests=str(REPOSITORY / "tests"), end=end)

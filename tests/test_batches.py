@@ -26,35 +26,27 @@ def make_sampler(lengths, budget, seed=0, shuffle=True):
 
 @settings(deadline=None)
 @given(lengths_lists, budgets, seeds, st.booleans())
-def test_every_epoch_holds_every_sequence_once(lengths, budget, seed, shuffle):
+def test_every_epoch_holds_every_sequence_once_in_batches_as_full_as_may_be(
+    lengths, budget, seed, shuffle
+):
     sampler = make_sampler(lengths, budget, seed, shuffle)
-    stream = []
-    while len(stream) < 3 * len(lengths):
-        stream += next(sampler).sample_indices
+    batches = []
+    while sum(len(batch.sample_indices) for batch in batches) < 3 * len(lengths):
+        before = sampler.state_dict()
+        sampler.draw(SamplerState(epoch=1, position=len(lengths) - 1))
+        assert sampler.state_dict() == before, "looking ahead leaves it where it is"
+        batches.append(next(sampler))
+    stream = [i for batch in batches for i in batch.sample_indices]
     for epoch in range(3):
         indices = stream[epoch * len(lengths) : (epoch + 1) * len(lengths)]
         assert sorted(indices) == list(range(len(lengths)))
-
-
-@settings(deadline=None)
-@given(lengths_lists, budgets, seeds)
-def test_batches_are_as_full_as_the_rule_allows(lengths, budget, seed):
-    sampler = make_sampler(lengths, budget, seed)
-    batches = [next(sampler) for _ in range(20)]
-    for batch, following in pairwise(batches):
-        assert batch.num_tokens <= budget or len(batch.lengths) == 1
-        assert batch.num_tokens + following.lengths[0] > budget
-
-
-@settings(deadline=None)
-@given(lengths_lists, budgets, seeds)
-def test_batches_describe_their_sequences(lengths, budget, seed):
-    sampler = make_sampler(lengths, budget, seed)
-    for iteration in range(5):
-        batch = next(sampler)
+    for iteration, batch in enumerate(batches):
         assert batch.iteration == iteration
         assert batch.lengths == tuple(lengths[i] for i in batch.sample_indices)
         assert batch.num_label_tokens == sum(batch.lengths) - len(batch.lengths)
+    for batch, following in pairwise(batches):
+        assert batch.num_tokens <= budget or len(batch.lengths) == 1
+        assert batch.num_tokens + following.lengths[0] > budget
 
 
 @settings(deadline=None)
@@ -117,18 +109,6 @@ def test_a_rank_that_does_not_draw_stands_where_the_others_do():
         following.advance(len(next(drawing).lengths))
         assert following.state == drawing.state
         assert following.state_dict(1) == drawing.state_dict(1)
-
-
-def test_draw_leaves_the_stream_alone():
-    sampler = make_sampler([2, 3, 4], 5, shuffle=False)
-    before = sampler.state_dict()
-    sampler.draw(SamplerState(epoch=1, position=2))
-    assert sampler.state_dict() == before
-
-
-def test_it_is_an_endless_iterator():
-    sampler = make_sampler([2, 3], 5)
-    assert iter(sampler) is sampler
 
 
 @pytest.mark.parametrize(

@@ -71,18 +71,6 @@ def test_every_sequence_is_placed_once(place, name):
             assert placed == list(range(len(batch)))
 
 
-def test_first_fit_decreasing_fills_micro_batches_of_the_context():
-    placement = w.place_first_fit((300, 1000, 700, 20, 900, 100), shape())
-    assert placement == [[[1, 3], [4, 5]], [[2, 0], []]]
-
-
-def test_karmarkar_karp_balances():
-    for batch in w.WORKLOADS["commoncrawl"].batches(CONTEXT, TOKENS, 6):
-        parts = w.karmarkar_karp(batch, 4)
-        sums = [sum(batch[i] for i in part) for part in parts]
-        assert max(sums) <= max(max(batch), sum(batch) / 4 * 1.02 + 1)
-
-
 @pytest.mark.nightly
 @pytest.mark.distributed
 def test_a_tiny_run_measures_valid_micro_batches(tmp_path):

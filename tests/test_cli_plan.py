@@ -137,22 +137,12 @@ def test_a_model_and_hardware_take_the_place_of_a_profile(files):
         assert "--hardware" in refused("plan", *words, *given), words
 
 
-def test_a_missing_file_is_named(files):
-    (files / "lengths.json").unlink()
-    assert f"cannot read {files / 'lengths.json'}" in refused(*arguments(files))
-
-
 @pytest.mark.parametrize("is_joined", [True, False])
 def test_words_may_begin_with_the_home_folder(files, monkeypatch, is_joined):
     monkeypatch.setenv("HOME", str(files))
     path = "~/lengths.json"
     words = [f"--lengths={path}"] if is_joined else ["--lengths", path]
     assert accepted(*arguments(files), *words).stdout
-
-
-def test_help_has_an_example():
-    result = invoke("plan", "--help")
-    assert "Example: ds-hydra plan --profile" in " ".join(result.stdout.split())
 
 
 def test_the_command_imports_neither_torch_nor_deepspeed(files):

@@ -47,15 +47,6 @@ STATED = {
 """Billions of parameters that the authors state, all and those of a token, and how many of
 embedding and head the latter have.
 """
-BUILT = {
-    "deepseek-v3": 671.026, "falcon-h1-7b": 7.5855, "gemma-3-27b-it": 27.0093, "glm-4.5-air": 106.852,
-    "gpt-neox-20b": 20.5546, "gpt-oss-120b": 116.829, "granite-4.0-h-small": 32.2073, "granite-4.0-h-tiny": 6.93904,
-    "kimi-k2": 1026.41, "llama-3.1-8b": 8.03026, "llama-3.3-70b": 70.5537, "minicpm3-4b": 4.07388,
-    "mistral-small-24b-2501": 23.5724, "mixtral-8x22b": 140.630, "nemotron-h-8b": 8.10085, "olmo-2-32b": 32.2343,
-    "phi-4": 14.6595, "qwen2.5-72b": 72.7062, "qwen3-235b-a22b": 235.094, "qwen3-30b-a3b": 30.5321,
-    "qwen3.5-4b": 4.20575,
-}  # fmt: skip
-"""Billions of parameters of the models that transformers 5.23 builds of these configurations."""
 
 
 def is_as_stated(billions: float, text: str) -> bool:
@@ -71,7 +62,6 @@ def test_models_have_the_parameters_that_their_authors_state(name, tmp_path):
     path.write_text(json.dumps(CONFIGS[name]))
     decoder = read_decoder(read_config(str(path))[0], name)
     size = decoder.size
-    assert size.total / 1e9 == pytest.approx(BUILT[name], rel=1e-3)  # norms and biases
     total, active, tables = STATED[name]
     assert is_as_stated(size.total / 1e9, total)
     without = (2 - tables) * size.tables / 2

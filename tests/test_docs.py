@@ -21,20 +21,18 @@ from pathlib import Path
 
 import pytest
 import typer
-from run_folders import write_run_folder
-from test_run_report import make_record, write_run
+from run_folders import make_record, write_run, write_run_folder
 from typer.testing import CliRunner
 
 import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file, read_ds_config
 from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
-from ds_hydra.lab.commands.simulate import describe_simulation
-from ds_hydra.lab.simulator.systems import LABELS
 from ds_hydra.report import summarize_run
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/README.md")],
@@ -269,69 +267,6 @@ def test_every_decision_is_in_the_index_under_its_room_and_has_its_parts():
             assert f"**{part}.**" in text, (name, part)
 
 
-def test_python_in_the_makefile_runs():
-    lines = re.findall(r'python -c "([^"]+)"', (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert lines
-    for line in lines:
-        exec(line, {})
-
-
-def test_the_checks_of_this_file_find_mistakes():
-    wrong = Block("page", 1, "sh", None, "ds-hydra check config.json --devicez 8\n")
-    with pytest.raises(AssertionError, match="devicez"):
-        test_commands_parse_and_what_they_name_exists(wrong)
-    with pytest.raises(AssertionError, match="does not exist"):
-        test_commands_parse_and_what_they_name_exists(
-            Block("page", 1, "", None, "python examples/no/such.py\n")
-        )
-    with pytest.raises(AssertionError, match="no program"):
-        list(commands_of(Block("page", 1, "sh", None, "mv a b\n")))
-    with pytest.raises(ValueError, match="did you mean"):
-        test_json_blocks_are_accepted_by_what_reads_them(
-            Block(
-                "page", 1, "json", None, '"hydra": {"context_lenght": 4, "tokens_per_iteration": 8}'
-            )
-        )
-    with pytest.raises(AssertionError, match=r"engine\.trian"):
-        test_python_blocks_run_or_use_names_that_exist(
-            Block("page", 1, "python", "ranks", "engine.trian()"), None
-        )
-
-
-@pytest.mark.nightly
-def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
-    """As `make check` does, in this process; every key of the configuration and every command is on
-    the site.
-    """
-    build = pytest.importorskip(
-        "mkdocs.commands.build", reason="the extra ds_hydra[docs] is not installed"
-    )
-    from mkdocs.config import load_config
-    from mkdocs.exceptions import Abort
-
-    from ds_hydra.configs import HydraConfig
-
-    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
-    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
-    try:
-        build.build(config)
-    except Abort as error:
-        raise AssertionError(
-            f"mkdocs build --strict: {error}; run make docs to see the warnings"
-        ) from error
-    keys = (tmp_path / "reference/configuration.html").read_text()
-    for name, field in HydraConfig.model_fields.items():
-        assert f"<code>{name}</code>" in keys
-        for inner in getattr(type(field.default), "model_fields", ()):
-            assert f"<code>{inner}</code>" in keys
-    commands = (tmp_path / "reference/commands.html").read_text()
-    for name in typer.main.get_command(app).commands:
-        assert f"ds-hydra {name}</h2>" in re.sub(r"<a class=\"headerlink.*?</a>", "", commands), (
-            name
-        )
-    assert (tmp_path / "images/packing.svg").exists()
-
-
 def _block(page: str, first: str) -> list[str]:
     """The lines of the block of a page that begins so."""
     text = (ROOT / page).read_text()
@@ -360,28 +295,3 @@ def test_the_demo_in_the_readme_has_the_form_that_a_run_prints(tmp_path):
         _form(line) for line in printed[2:]
     ]
     assert shown[1].split() == printed[0].split()
-
-
-def test_the_example_of_a_simulation_has_columns_and_systems_of_the_command():
-    head, columns, *rows = _block("docs/benchmarks/simulate.md", "propagation ")
-    names = re.split(r"\s{2,}", columns.strip())
-    document = {
-        "name": "x", "num_devices": 8, "context_length": 1, "tokens_per_iteration": 1, "iterations": 1,
-        "distance_to_bound": 0.1, "perfect_balance_ms": 1.0, "space": "full",
-        "flops_unknown": None,
-        "systems": [
-            {
-                "name": "ds_hydra", "label": "ds_hydra", "strategy": "1x<1,1>", "iteration_ms": 1.0,
-                "iteration_ms_standard_error": 0.0, "tokens_per_s": 1.0, "tflops_per_device": 100.0, "mfu": 0.4,
-                "speedup": 1.0, "speedup_95": [1.0, 1.0], "speedup_20_percent_off": [1.0, 1.0],
-                "speedup_69_percent_seen": 1.0, "speedup_of_propagation": 1.0, "imbalance": 0.0, "bubble": 0.0,
-            }
-        ],
-    }  # fmt: skip
-    printed = describe_simulation(document).splitlines()
-    header = next(line for line in printed if "iteration, ms" in line)
-    for name in names:
-        assert name in header, name
-    assert any(_form(line).startswith(_form(head).split(";")[0]) for line in printed)
-    labels = [re.split(r"\s{2,}", row)[0] for row in rows]
-    assert set(labels) <= set(LABELS.values())

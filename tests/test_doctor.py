@@ -23,6 +23,8 @@ from ds_hydra.engine.profiling import profile_run
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware
 
+LONG_S = 300
+"""Only what hangs takes so long."""
 CHECKS = {
     "ranks", "versions", "attention", "shared memory", "open files", "host", "all-reduce",
     "all-to-all", "links inside a host", "speed of ranks", "gradients", "hangs",
@@ -74,16 +76,26 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
 
 
 def one_rank_sleeps():
-    original = examination.SmallModel.train
+    """Rank 0 takes rank 1 for late as soon as it sleeps."""
+    original, make, monitors = examination.SmallModel.train, examination.HangMonitor, []
+
+    def noted(*args, **settings):
+        monitors.append(make(*args, **settings))
+        return monitors[0]
 
     def train(self, propagator, strategy):
         self.count = getattr(self, "count", 0) + 1
-        if propagator.rank == 1 and self.count == 13:
-            time.sleep(1000)
+        if self.count == 13:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            if propagator.rank == 1:
+                store.set("asleep", "1")
+                time.sleep(1000)
+            store.wait(["asleep"])
+            monitors[0]._limit_s = 0.0
         return original(self, propagator, strategy)
 
-    examination.SmallModel.train = train
-    return examine(limit_s=10)  # above what a step takes on a busy machine
+    examination.SmallModel.train, examination.HangMonitor = train, noted
+    return examine(limit_s=LONG_S)
 
 
 def one_rank_fails():
@@ -94,7 +106,7 @@ def one_rank_fails():
 
     examination.SmallModel.original = examination.SmallModel.plan
     examination.SmallModel.plan = fail
-    return examine(limit_s=20)
+    return examine(limit_s=LONG_S)
 
 
 @pytest.mark.slow
@@ -224,33 +236,34 @@ def test_blocks_by_which_all_to_alls_are_faster_are_told(monkeypatch, seconds, s
     assert "by 16" in found.text
 
 
-def test_table_says_what_to_do():
+def test_communicators_are_counted_beside_the_objects_of_a_node(monkeypatch):
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    keys = [(f"purpose {i}", range(8)) for i in range(65)]
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    found = findings.check_communicators(keys, 8, cuda)
+    assert found.status is Status.WARNING
+    assert found.figures == {"multicast_objects": 130, "communicators": 65}
+    assert "NCCL_NVLS_ENABLE=0" in found.advice
+    assert findings.check_communicators(keys[1:], 8, cuda).status is Status.OK
+    assert findings.check_communicators(keys, 8, cpu).status is Status.OK
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    assert findings.check_communicators(keys, 8, cuda).status is Status.OK
+
+
+def test_a_report_is_a_document_and_a_table():
     bad = Finding(check="links", status=Status.WARNING, text="slow", advice="do this")
-    lines = describe(Report(findings=(bad,), seconds=3.0)).splitlines()
+    skipped = Finding(check="a", status=Status.SKIPPED, text="b", figures={"c": (1, 2)})
+    report = Report(findings=(bad, skipped), seconds=3.0)
+    lines = describe(report).splitlines()
     assert "-> do this" in lines[1]
     assert lines[-1].startswith("well: 0 problems, 1 warnings")
+    document = json.loads(json.dumps(report.to_json()))
+    assert [finding["status"] for finding in document["findings"]] == ["warning", "skipped"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environment_of_rank", "message"),
-    [
-        (["--device", "a900"], {}, "a900"),
-        (["--out", "missing/doctor.json"], {}, "whose folder does not exist"),
-        ([], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with deepspeed"),
-    ],
-)
-def test_mistakes_are_told_without_a_traceback(
-    monkeypatch, arguments, environment_of_rank, message
-):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+def test_half_of_a_launchers_variables_are_refused(monkeypatch):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in environment_of_rank.items():
-        monkeypatch.setenv(name, value)
-    assert message in refused("doctor", *arguments)
+    monkeypatch.setenv("RANK", "0")
+    assert "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with deepspeed" in refused("doctor")
     assert logging.getLogger("ds_hydra").level == logging.NOTSET
-
-
-def test_document_is_json():
-    finding = Finding(check="a", status=Status.SKIPPED, text="b", figures={"c": (1, 2)})
-    document = json.loads(json.dumps(Report(findings=(finding,), seconds=1.0).to_json()))
-    assert document["findings"][0]["status"] == "skipped"

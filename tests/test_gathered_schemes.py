@@ -148,20 +148,6 @@ def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not
     assert undominated(World.of(fast, None, DEVICES, 1), [two, waits]) == (waits,)
 
 
-def test_plan_and_simulator_agree_on_micro_batches_that_wait():
-    """Two ranks of three micro-batches each; then micro-batches of which each takes its traffic."""
-    found = gathered()
-    options = {"max_len_override": {ONE: 3000}, "solver": "none"}
-    plan = make_plan([3000] * 6, ["2x<1,1;gather>"], found, 2, **options)
-    micro_batches = [found.latency[ONE].micro_batch_ms([3000])] * 3
-    assert plan.makespan_ms == pytest.approx(sum(micro_batches))
-    waits = found.with_latency({ONE: replace(found.latency[ONE], traffic_ms=2 * micro_batches[0])})
-    assert simulate_plan(plan, waits).propagation_ms == pytest.approx(2 * sum(micro_batches))
-    slower = make_plan([3000] * 6, ["2x<1,1;gather>"], waits, 2, **options)
-    assert slower.makespan_ms == pytest.approx(2 * sum(micro_batches))
-    assert slower.lower_bound_ms <= slower.makespan_ms
-
-
 def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough():
     known = gathered()
     assert known.latency[ONE].traffic_ms == CLUSTER.gather_ms(ONE)

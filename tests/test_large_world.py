@@ -45,7 +45,7 @@ def settings_of(num_link_groups=2, **more):
             cluster=None,
             num_link_groups=num_link_groups,
         ),
-        **more,
+        **{"num_batches": 4, **more},
     )
 
 
@@ -88,35 +88,35 @@ def test_256_ranks_have_groups_for_gathered_layers():
 
 
 def test_links_count_for_everyone_who_decides(tmp_path):
-    """`propose`, `check` and an engine of 32 ranks get the same candidates of compiled layers, and
+    """`propose`, `check` and an engine of 16 ranks get the same candidates of compiled layers, and
     others without links.
     """
-    profile = load_profile("a800_llama2_32b")
+    profile = load_profile("a800_llama2_7b")
     histogram = LengthHistogram.load(find_file("lengths", "github"))
     hydra = {"context_length": 16384, "tokens_per_iteration": 100_000, "seed": 0}
     settings = CandidateSettings.of(
         HydraConfig.parse(hydra),
-        num_devices=32,
+        num_devices=16,
         given=(),
         can_run=lambda _: True,
-        cluster=try_cluster(profile, 32),
+        cluster=try_cluster(profile, 16),
         num_link_groups=2,
     )
     found = {str(s) for s in decide_candidates(profile, histogram, settings).strategies}
     report = check_config(
         CheckRequest(
             config=ds_config(
-                hydra={**hydra, "profile": "a800_llama2_32b", "compile_layers": True},
+                hydra={**hydra, "profile": "a800_llama2_7b", "compile_layers": True},
                 bf16={"enabled": True},
                 communication_data_type="bf16",
             ),
-            num_devices=32,
+            num_devices=16,
             histogram="github",
         )
     )
     assert set(report.strategies) == found
     out = tmp_path / "out.json"
-    options = {"profile": "a800_llama2_32b", "histogram": "github", "devices": 32}
+    options = {"profile": "a800_llama2_7b", "histogram": "github", "devices": 16}
     options |= {"context": 16384, "tokens": 100_000, "out": out}
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     assert CliRunner().invoke(app, ["propose", *arguments]).exit_code == 0

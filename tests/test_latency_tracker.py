@@ -15,9 +15,8 @@ from engines import small_profile, start_hydra
 from models import tiny
 from reference import make_batch, make_profile
 
-from ds_hydra.configs.hydra_config import HydraConfig, PlannerConfig
+from ds_hydra.configs.hydra_config import PlannerConfig
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker, StragglerFinder
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import BackgroundPlanner
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner.iteration import plan_iteration
@@ -166,13 +165,6 @@ def test_planning_processes_take_each_batch_with_the_corrections_of_its_submissi
     for planned, batch, known in zip(found, batches, corrections, strict=True):
         assert planned.plan == plan(batch, STRATEGIES[:1], corrections=known)
     assert found[1].plan.makespan_ms > 2 * found[0].plan.makespan_ms
-
-
-def test_the_keys_are_checked():
-    with pytest.raises(HydraConfigError, match=r"hydra.planner.refit"):
-        HydraConfig.parse(
-            {"context_length": 8, "tokens_per_iteration": 8, "planner": {"refit": "on"}}
-        )
 
 
 def train_and_resume(folder):

@@ -307,32 +307,12 @@ def test_logits_in_chunks_cost_a_rank_one_chunk_at_most():
     assert grown[0] - grown[1] == pytest.approx(30592 * 4, rel=0.1)
 
 
-def test_max_len_is_the_longest_micro_batch_that_fits_and_parts_raise_it():
+def test_parts_raise_max_len():
     profile = of_7b()
-    memory = profile.memory
-    budget = memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
     texts = ["<1,2>", "<1,2;ckpt=8>", "<1,2;ckpt=16>", "<1,2;ckpt=32>"]
-    longest = {}
-    for text in (
-        *texts,
-        "<1,2;stages=14,18>",
-        "<2,2;ckpt=16;stages=12,20>",
-    ):
-        scheme = Scheme.parse(text)
-        longest[text] = profile.max_len_tokens(scheme, 8)
-        assert memory.rank_bytes(scheme, 8, longest[text]) <= budget
-        assert memory.rank_bytes(scheme, 8, longest[text] + 1) > budget
-    assert [longest[t] for t in texts] == sorted({longest[t] for t in texts})
-    assert longest["<1,2>"] < longest["<1,2;stages=14,18>"]
-
-
-def test_even_stages_written_out_are_the_published_formula():
-    profile = of_7b()
-    for plain, text in (
-        (Scheme(1, 2), "<1,2;stages=16,16>"),
-        (Scheme(2, 4), "<2,4;stages=8,8,8,8>"),
-    ):
-        assert profile.max_len_tokens(Scheme.parse(text), 8) == profile.max_len_tokens(plain, 8)
+    longest = [profile.max_len_tokens(Scheme.parse(text), 8) for text in texts]
+    assert longest == sorted({*longest})
+    assert longest[0] < profile.max_len_tokens(Scheme.parse("<1,2;stages=14,18>"), 8)
 
 
 def test_what_a_profile_lacks_for_a_part_is_named():

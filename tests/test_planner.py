@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -88,12 +86,15 @@ def recompute(plan, objective, profile=PROFILE):
 
 
 @settings(deadline=None)
-@given(batches, subsets, objectives)
-def test_plans_are_legal_and_recomputable(lengths, strategies, objective):
+@given(batches, subsets, objectives, st.booleans())
+def test_plans_are_legal_and_recomputable(lengths, strategies, objective, is_heuristic):
     longest = max(max(MAX_LEN[scheme] for scheme in s.schemes) for s in strategies)
     lengths = [min(length, longest) for length in lengths]
-    result = plan(lengths, strategies, objective)
+    quick = {"num_trials": 1, "max_refine_steps": 0} if is_heuristic else {}
+    result = plan(lengths, strategies, objective, **quick)
     assert result.strategy in strategies
+    placed = [i for p in result.pipelines for m in p.micro_batches for i in m]
+    assert sorted(placed) == list(range(len(lengths)))
     for pipeline in result.pipelines:
         for micro_batch in pipeline.micro_batches:
             assert sum(result.micro_batch_lengths(micro_batch)) <= MAX_LEN[pipeline.scheme]
@@ -153,24 +154,6 @@ def test_bound_and_makespan_enclose_the_optimum(lengths, strategy, objective):
     optimum = brute_force(lengths, strategy, objective)
     assert result.lower_bound_ms <= optimum * (1 + 1e-9)
     assert optimum * (1 - 1e-9) <= result.makespan_ms <= optimum * 1.2
-
-
-@settings(deadline=None, max_examples=30)
-@given(batches, st.randoms(use_true_random=False))
-def test_equal_input_equal_plan_and_order_of_the_batch_is_irrelevant(lengths, random):
-    first = plan(lengths)
-    assert plan(lengths) == first
-    assert plan(lengths).digest == first.digest
-    random.shuffle(lengths)
-    assert plan(lengths).makespan_ms == first.makespan_ms
-
-
-@settings(deadline=None, max_examples=30)
-@given(batches)
-def test_the_heuristic_plan_is_legal_and_no_better_than_its_bound(lengths):
-    result = plan(lengths, num_trials=1, max_refine_steps=0)
-    assert result.makespan_ms == pytest.approx(max(recompute(result, "exact")), rel=1e-12)
-    assert result.lower_bound_ms <= result.makespan_ms
 
 
 SHARED = replace(PROFILE, ranks_per_core=2.0)
@@ -288,14 +271,6 @@ def test_settings_round_trip_through_json():
     assert PlannerSettings.from_json(changed.to_json()) == changed
 
 
-def test_planning_imports_neither_torch_nor_deepspeed():
-    code = (
-        "import sys; import ds_hydra.sampler.planner.iteration, ds_hydra.sampler.background;"
-        "assert not {'torch', 'deepspeed', 'transformers', 'mip'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
-
-
 @pytest.mark.parametrize("name", ["cc_200K_ctx32K", "gh_100K_ctx32K"])
 def test_64_gpus(name):
     profile = Profile.from_json(shared_json("profiles/a800_llama2_32b.json"))
@@ -318,17 +293,3 @@ def test_ideal_dispatch_is_legal_and_within_bounds(solver):
         result.makespan_ms
         <= plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")]).makespan_ms * 1.05
     )
-
-
-def test_micro_batches_of_a_tight_pipeline_are_solved_for():
-    profile = make_profile({"<1,1>": (0.0, 1.0, 1000.0)}, max_len=100)
-    # Four micro-batches of 100, filled exactly
-    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]
-
-    def num_micro_batches(solver):
-        result = make_plan(lengths, ["1x<1,1>"], profile, 1, solver=solver)
-        return len(result.pipelines[0].micro_batches)
-
-    assert num_micro_batches("none") == 5
-    assert num_micro_batches("cbc") == 4
-    assert num_micro_batches("highs") == 4

@@ -57,10 +57,6 @@ def test_a_recorded_run_of_the_demo_takes_as_long_as_its_replay(measured):
     assert again.overlap
 
 
-def test_the_recorded_run_has_heterogeneous_and_pipeline_parallel_iterations():
-    assert {"1x<2,1> + 1x<1,2>", "1x<1,4>", "1x<4,1>"} <= {t.strategy for t in RECORDED}
-
-
 def test_rounds_beside_passes_are_not_counted_twice():
     """Two rounds of pull, F 1-7 (the second round inside), B 7-19, four rounds of push of which the
     last is seen.

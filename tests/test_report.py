@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 from command_line import accepted, document_of, refused
-from run_folders import NUM_RANKS, learn_from, trace_experts, write_run_folder
-from test_run_report import make_record, write_run
+from run_folders import (
+    NUM_RANKS,
+    learn_from,
+    make_record,
+    trace_experts,
+    write_run,
+    write_run_folder,
+)
 
 from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics
 from ds_hydra.records.timeline import EventKind
@@ -33,6 +39,9 @@ def test_time_is_divided_without_rest():
     assert (shares.plan_wait, shares.pull, shares.push, shares.step) == (10, 20, 30, 24)
     assert (shares.compute, shares.idle) == pytest.approx((240, 60))
     assert shares.other == pytest.approx(2 * (200 - 192))
+    hidden = line | {"visible_pull_ms": 9.0, "visible_push_ms": 8.0}
+    shares = divide_time([IterationMetrics.from_json(hidden)])
+    assert (shares.pull, shares.push) == (9, 8), "what is hidden beside computation is no time"
 
 
 # The folder
@@ -135,39 +144,16 @@ def test_a_run_of_another_format_is_refused_by_name(tmp_path):
     assert "this version reads 'ds_hydra.metrics/1'" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["none"], "cannot read none/metrics.jsonl: No such file or directory"),
-        (["one", "two", "--out", "x"], "--out x is a folder for one run, 2 were given"),
-    ],
-)
-def test_mistakes_on_the_command_line(arguments, message, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused("report", *arguments)
-
-
-def test_a_picture_that_cannot_be_written(run_dir):
+def test_two_runs_follow_each_other(run_dir, tmp_path):
     said = refused("report", run_dir, "--out", run_dir / "none")
     assert "cannot write" in said
     assert "name a folder with --out" in said
-
-
-def test_two_runs_follow_each_other(run_dir, tmp_path):
     folder = shutil.copytree(run_dir, tmp_path / "other")
     printed = accepted("report", run_dir, folder).stdout
     first, second = printed.split("\n\nrun other\n")
     assert first.startswith("run full\n")
     assert str(folder / "report.png") in second
     assert f"time            plan_wait {14 / 1e3 / load_run(folder).summary.total_s:.1%}" in second
-
-
-def test_only_the_visible_part_of_an_overlapped_link_counts():
-    line = make_record(0, "1x<1,1>", (150.0,)) | {"pull_ms": 90.0, "push_ms": 80.0}
-    hidden = line | {"visible_pull_ms": 9.0, "visible_push_ms": 8.0}
-    assert (divide_time([IterationMetrics.from_json(line)]).pull) == 90
-    shares = divide_time([IterationMetrics.from_json(hidden)])
-    assert (shares.pull, shares.push) == (9, 8)
 
 
 # Perfetto

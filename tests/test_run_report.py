@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+from run_folders import make_record, write_run
 
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import HydraConfigError
@@ -14,53 +15,7 @@ from ds_hydra.records.metrics import METRICS_FILE
 from ds_hydra.report import plot_run, summarize_run
 from ds_hydra.report.plots import choose_colors, paint_ranks
 from ds_hydra.report.run_report import read_metrics
-from ds_hydra.strategy import Scheme, Strategy
-
-
-def make_record(iteration, strategy, measured=(110.0,), predicted=100.0, loss=2.0):
-    """One line of metrics; `measured` times go to the pipelines in turn."""
-    parsed = Strategy.parse(strategy)
-    times = [measured[i % len(measured)] for i in range(len(parsed.schemes))]
-    return {
-        "iteration": iteration,
-        "loss": loss,
-        "strategy": strategy,
-        "num_tokens": 1000,
-        "num_sequences": 5,
-        "iteration_ms": 200.0,
-        "tokens_per_s": 5000.0 + iteration,
-        "predicted_ms": predicted,
-        "measured_ms": max(times),
-        "imbalance": max(times) / min(times) - 1 if min(times) else 0.0,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "planning_ms": 1.0,
-        "waited_ms": 0.0,
-        "pull_ms": 1.0,
-        "push_ms": 1.0,
-        "step_ms": 1.0,
-        "pipelines": [
-            {
-                "tp": scheme.tp,
-                "pp": scheme.pp,
-                "ranks": list(ranks),
-                "num_micro_batches": 1,
-                "num_tokens": 500,
-                "predicted_ms": predicted,
-                "measured_ms": time,
-            }
-            for scheme, ranks, time in zip(parsed.schemes, parsed.place(), times, strict=True)
-        ],
-    }
-
-
-def write_run(run_dir, records, tail=""):
-    run_dir.mkdir(exist_ok=True)
-    (run_dir / METRICS_FILE).write_text(
-        "".join(json.dumps(record) + "\n" for record in records) + tail
-    )
-    return run_dir
-
+from ds_hydra.strategy import Scheme
 
 RECORDS = [
     make_record(0, "4x<1,1>", (100.0, 80.0), loss=8.25),
@@ -69,19 +24,6 @@ RECORDS = [
     make_record(3, "4x<1,1>", (100.0, 100.0), loss=6.5),
     make_record(4, "1x<2,1> + 1x<1,1>", (110.0, 100.0), loss=5.125),
 ]
-
-
-def test_the_summary(tmp_path):
-    summary = summarize_run(write_run(tmp_path, RECORDS))
-    assert (summary.num_iterations, summary.num_heterogeneous, summary.num_tokens) == (5, 2, 5000)
-    assert summary.total_s == pytest.approx(1.0)
-    assert (summary.first_loss, summary.last_loss) == (8.25, 5.125)
-    assert summary.tokens_per_s == 5002
-    # measured / predicted of the slowest pipelines: 1.0, 1.2, 1.5, 1.0, 1.1
-    assert summary.measured_over_predicted == pytest.approx(1.1)
-    assert summary.absolute_error == pytest.approx(0.1)
-    # 0.25, 0.333, 0, 0, 0.1
-    assert summary.imbalance == pytest.approx(0.1)
 
 
 def test_strategies_are_counted_most_used_first_under_one_name(tmp_path):
@@ -157,16 +99,13 @@ def test_a_run_without_predictions_has_no_ratio(tmp_path):
     assert np.isnan(summary.measured_over_predicted)
 
 
-def test_an_iteration_that_a_resumed_run_repeats_counts_once(tmp_path):
-    records = [*RECORDS, make_record(3, "4x<1,1>", loss=1.0), make_record(4, "4x<1,1>", loss=0.5)]
+@pytest.mark.parametrize(
+    ("again", "kept"), [({3: 1.0, 4: 0.5}, [(3, 1.0), (4, 0.5)]), ({2: 1.0}, [(2, 1.0)])]
+)
+def test_what_a_resumed_run_repeats_or_went_back_over_counts_once(tmp_path, again, kept):
+    records = [*RECORDS, *(make_record(i, "4x<1,1>", loss=loss) for i, loss in again.items())]
     read = read_metrics(write_run(tmp_path, records))
-    assert [(record.iteration, record.loss) for record in read][3:] == [(3, 1.0), (4, 0.5)]
-
-
-def test_what_a_resumed_run_went_back_over_does_not_count(tmp_path):
-    records = [*RECORDS, make_record(2, "4x<1,1>", loss=1.0)]
-    read = read_metrics(write_run(tmp_path, records))
-    assert [(record.iteration, record.loss) for record in read][2:] == [(2, 1.0)]
+    assert [(record.iteration, record.loss) for record in read][min(again) :] == kept
 
 
 def log_iterations(folder, iterations, name, *, save_plans=True):

@@ -1,4 +1,4 @@
-"""The 1F1B recurrence against an event simulation, and the bounds that are built on it."""
+"""The 1F1B recurrence, and the bounds that are built on it; test_events.py has its simulation."""
 
 from __future__ import annotations
 
@@ -18,49 +18,6 @@ from ds_hydra.sampler.schedule import (
 micro_batch_lists = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=12)
 stages = st.integers(1, 6)
 fractions = st.sampled_from([0.25, 1 / 3, 0.5])
-
-
-def simulate(micro_batch_ms: list[float], num_stages: int, forward_fraction: float) -> float:
-    """1F1B by events: each stage has its list of operations and runs the next one when its input is
-    there.
-    """
-    num_micro_batches = len(micro_batch_ms)
-    todo = []
-    for stage in range(num_stages):
-        warm_up = min(num_stages - 1 - stage, num_micro_batches)
-        ops = [("F", j) for j in range(warm_up)]
-        for i in range(num_micro_batches - warm_up):
-            ops += [("F", warm_up + i), ("B", i)]
-        todo.append(ops + [("B", i) for i in range(num_micro_batches - warm_up, num_micro_batches)])
-    done: dict[tuple[str, int, int], float] = {}
-    clock = [0.0] * num_stages
-    while any(todo):
-        for stage in range(num_stages):
-            while todo[stage]:
-                kind, micro_batch = todo[stage][0]
-                if kind == "F":
-                    needed = ("F", stage - 1, micro_batch) if stage > 0 else None
-                else:
-                    needed = (
-                        ("B", stage + 1, micro_batch)
-                        if stage < num_stages - 1
-                        else ("F", stage, micro_batch)
-                    )
-                if needed is not None and needed not in done:
-                    break
-                start = max(clock[stage], done[needed] if needed else 0.0)
-                share = forward_fraction if kind == "F" else 1 - forward_fraction
-                clock[stage] = start + share * micro_batch_ms[micro_batch]
-                done[kind, stage, micro_batch] = clock[stage]
-                todo[stage].pop(0)
-    return max(clock)
-
-
-@given(micro_batch_lists, stages, fractions)
-def test_recurrence_is_the_event_simulation(micro_batches, num_stages, fraction):
-    assert one_f_one_b_ms(np.array(micro_batches), num_stages, fraction) == pytest.approx(
-        simulate(micro_batches, num_stages, fraction), rel=1e-12
-    )
 
 
 def closed_form_ms(micro_batches, num_stages):
@@ -83,11 +40,6 @@ def test_closed_form_is_never_faster(micro_batches, num_stages, fraction):
     assert one_f_one_b_ms(micro_batches, num_stages, fraction) <= closed_form_ms(
         micro_batches, num_stages
     ) * (1 + 1e-12)
-
-
-def test_example_by_hand():
-    # Stage 1: F0 1..2, B0 2..4, F1 4..5, B1 5..7; stage 0 then runs B1 7..9.
-    assert one_f_one_b_ms(np.array([3.0, 3.0]), 2, 1 / 3) == pytest.approx(9.0)
 
 
 def test_no_micro_batches_take_no_time():

@@ -9,7 +9,6 @@ from spaces import with_moving_weights
 
 from ds_hydra.configs import find_file
 from ds_hydra.sampler import sample_bench
-from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.planner.dispatch import dispatch_trials
 from ds_hydra.sampler.planner.iteration import plan_with_time, times_alone
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
@@ -22,10 +21,9 @@ from ds_hydra.sampler.sample_bench import (
     SampleBench,
 )
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.cost_models.costs import Costs, World
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies, schemes_of
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 NUM_DEVICES = 16
 PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
@@ -83,30 +81,6 @@ def test_times_alone_are_those_of_the_plans():
     assert found[:-1] == pytest.approx(one_by_one)
     assert np.isinf(found[-1])
     assert time_ms(STRATEGIES[:-1]) == pytest.approx(found.min())
-
-
-def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
-    profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
-    histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
-    settings = CandidateSettings(
-        num_devices=8,
-        context_length=16384,
-        tokens_per_iteration=100_000,
-        space="full",
-        cluster=find_cluster(profile, 8),
-        max_enumerated=0,
-        num_batches=6,
-    )
-    found = decide_candidates(profile, histogram, settings)
-    gathered = [s for x in found.strategies for s in x.schemes if s.gather]
-    assert gathered
-    assert set(gathered) <= set(found.assumed)
-    assert all(found.profile.latency[scheme].traffic_ms > 0 for scheme in gathered)
-    assert found.proposal.kept_ms < found.proposal.plain_ms
-    # A plan of the proposed strategies alone, as of a file, has the same times
-    again = Costs.of(profile, 8).extended(schemes_of(found.strategies))
-    for scheme in gathered:
-        assert again.get_latency(scheme) == found.profile.get_latency(scheme)
 
 
 def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():

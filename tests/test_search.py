@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from command_line import accepted, document_of, refused
+from command_line import accepted, document_of
 
 from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
 from ds_hydra.configs import find_file
@@ -345,23 +345,3 @@ class TestCommand:
         )
         result = accepted("search", *arguments)
         assert "samples/s" in result.stdout
-        document = document_of("search", *arguments, "--json")
-        assert document["schema"] == "ds_hydra.search/1"
-        assert sum(count for stage in document["stages"] for _, count in stage["layers"]) == 32
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (
-                ("--profile", "a800_llama2_7b", "--devices", 6, "--memory-gb", 80),
-                "not a power of two",
-            ),
-            (
-                ("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 1),
-                "no plan fits 1024 MB",
-            ),
-            (("--profile", "a800_llama_7b", "--devices", 8, "--memory-gb", 1), "did you mean"),
-        ],
-    )
-    def test_mistakes_are_explained(self, arguments, message):
-        assert message in refused("search", *arguments)

@@ -7,9 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 from test_cluster import SHAPE, make_cluster
-from test_simulator import checkpointing_document, make_workload, small_profile
+from test_simulator import make_workload, small_profile
 
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.systems import Settings
@@ -17,11 +16,11 @@ from ds_hydra.lab.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.cost_models.costs import Costs, World
+from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import Profile, with_engine_layers
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.space import unpruned_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
 """Now and then a sequence that takes longer alone than everything else together."""
@@ -123,24 +122,6 @@ def test_plans_of_both_planned_systems(comparison):
         assert found == pytest.approx(comparison.get(system).propagation_ms[:3])
     used = {s for plan in comparison.planned["ds_hydra"].plans for s in plan.strategy.schemes}
     assert any(scheme.sp > 1 for scheme in used)
-
-
-def test_context_that_only_checkpointed_layers_fit():
-    """Systems that run <TP,PP> as it is are left out; the bound knows the scheme."""
-    profile = Profile.from_json(checkpointing_document())
-    strategy = Strategy.parse("1x<4,1;ckpt=4>")
-    assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
-    assert profile.max_len_tokens(Scheme(4, 1, ckpt=4), 4) == 464
-    workload = make_workload(
-        profile=Costs(profile).extended(strategy.schemes), strategies=(strategy,), context_length=300,
-        histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,
-    )  # fmt: skip
-    found = compare(workload, Settings(iterations=3))
-    assert ";ckpt=" in found.get("megatron").strategy
-    assert found.get("two_stage") is None
-    assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
-    with pytest.raises(HydraConfigError, match="no scheme fits a micro-batch of 300 tokens"):
-        compare(workload.knowing(profile), Settings(iterations=3))
 
 
 def candidates_of_the_engine(workload, cluster, seed=0):

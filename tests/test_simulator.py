@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from reference import make_batch, make_profile
-from spaces import priced
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator import cases
@@ -24,7 +23,6 @@ from ds_hydra.lab.simulator.systems import (
     dynamic,
     fixed_length,
     hotspa,
-    two_stage,
 )
 from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.cost_models.costs import Costs
@@ -119,19 +117,6 @@ def test_megatrons_recompute_layers_where_the_context_does_not_fit_otherwise(run
     assert ";ckpt=" in run(scenario, name="x").strategy
 
 
-def test_planning_beats_dealing_out():
-    batches = [np.random.default_rng(i).integers(1, 100, 30).tolist() for i in range(6)]
-    scenario = make_scenario(*batches)
-    means = [
-        result.propagation_ms.mean()
-        for result in (
-            fixed_length(scenario, name="a"),
-            two_stage(scenario, name="b"),
-        )
-    ]
-    assert means[0] > means[1]
-
-
 def test_hotspa_runs_intervals_one_after_the_other():
     """With all sequences in one interval it is Megatron-LM with micro-batches as long as memory
     allows.
@@ -155,20 +140,6 @@ def test_ulysses_by_hand():
     by_two = micro_batch(100) + micro_batch(30)
     assert result.strategy in ("DP2 SP2", "DP1 SP4")
     assert result.propagation_ms[0] <= by_two
-
-
-def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
-    """SP comes in by the strategies that are given; Ulysses divides T of one rank by its own
-    group.
-    """
-    scenario = make_scenario([40, 100, 60, 30])
-    extended = scenario.knowing(priced(scenario.profile, "2x<sp2,1>", "1x<sp4,1>"))
-    assert extended.profile.latency.keys() > scenario.profile.latency.keys()
-    for system in (deepspeed_ulysses, fixed_length, hotspa):
-        assert system(extended, name="s").propagation_ms == pytest.approx(
-            system(scenario, name="s").propagation_ms
-        )
-    assert usable_schemes(extended) == usable_schemes(scenario)
 
 
 def test_bound_holds_for_every_system(comparison):
@@ -248,11 +219,6 @@ def test_the_document(comparison):
     assert document["systems"][1]["speedup_95"][0] <= document["systems"][1]["speedup"]
 
 
-def test_the_same_seed_gives_the_same_figures(comparison):
-    again = compare(make_workload(), Settings(iterations=12))
-    assert again.to_json() == comparison.to_json()
-
-
 def test_ratio_of_equal_times_has_no_spread():
     times = np.array([1.0, 5.0, 2.0])
     assert Ratio.of(2 * times, times) == Ratio(value=2.0, low=2.0, high=2.0)
@@ -281,14 +247,6 @@ def test_workloads_without_a_meaning(changes, message):
         compare(make_workload(**changes), Settings(iterations=1))
 
 
-def test_unknown_system():
-    with pytest.raises(
-        HydraConfigError,
-        match="system 'alpa' is not known; choose among plain, paper, megatron",
-    ):
-        Settings(systems=("megatron", "alpa"))
-
-
 def test_large_global_batches_are_fewer():
     sizes = [Settings().sized(tokens) for tokens in (200_000, 2_000_000, 50_000_000)]
     assert [s.iterations for s in sizes] == [100, 10, 2]
@@ -305,7 +263,8 @@ def test_progress_names_each_system_as_it_begins():
 
 def test_every_shipped_case_loads_and_names_figures_that_exist(comparison):
     names = list_cases()
-    assert "paper/commoncrawl-32b-64gpu-f2" in names
+    groups = {name.partition("/")[0] for name in names}
+    assert groups >= {"paper", "infinipipe", "flexsp", "skrull", "bytescale"}
     for name in names:
         case = load_case(name)
         assert case.workload.context_length <= case.workload.tokens_per_iteration
@@ -314,26 +273,12 @@ def test_every_shipped_case_loads_and_names_figures_that_exist(comparison):
                 assert our_figure(comparison, expected.metric) != ""
 
 
-@pytest.mark.parametrize("group", ["infinipipe", "flexsp", "skrull", "bytescale"])
-def test_cases_of_other_papers_are_there(group):
-    names = [name for name in list_cases() if name.startswith(f"{group}/")]
-    assert names
-    assert load_case(names[0]).expected
-
-
 def test_a_case_that_lacks_a_field_says_which(monkeypatch):
     monkeypatch.setattr(cases, "_read_group", lambda group: {"x": {"figure": "Fig. 1"}})
     with pytest.raises(
         HydraConfigError, match=r"lacks histogram, num_devices, .*, model, hardware"
     ):
         load_case("paper/x")
-
-
-def test_unknown_case_lists_near_misses():
-    with pytest.raises(HydraConfigError, match=r"did you mean paper/commoncrawl-32b-64gpu-f\d"):
-        load_case("paper/commoncrawl-32b-64gpus-f2")
-    with pytest.raises(HydraConfigError, match="--list-cases"):
-        load_case("x")
 
 
 def test_neighbours_use_as_many_devices():

@@ -173,25 +173,17 @@ def test_text_that_is_no_strategy_is_refused_with_the_form(text):
         Strategy.parse(text)
 
 
-def test_heterogeneous_means_different_schemes():
-    assert Strategy.parse("1x<2,1> + 2x<1,1>").is_heterogeneous
-    assert not Strategy.parse("4x<1,1>").is_heterogeneous
-
-
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 6])
-def test_enumerated_strategies_use_every_device_and_are_all_there(num_devices):
-    strategies = enumerate_strategies(power_of_two_schemes(num_devices), num_devices)
-    assert len(set(strategies)) == len(strategies)
-    assert all(s.num_devices == num_devices and len(set(s.schemes)) <= 2 for s in strategies)
-    assert Strategy((Scheme(1, 1),) * num_devices) in strategies
-
-
-def test_nine_strategies_on_four_devices():
-    texts = {str(s) for s in enumerate_strategies(power_of_two_schemes(4), 4)}
-    assert texts == {
+def test_enumerated_strategies_use_every_device_and_are_all_there():
+    found = enumerate_strategies(power_of_two_schemes(4), 4)
+    assert [s.is_heterogeneous for s in found].count(True) == 3
+    assert {str(s) for s in found} == {
         "4x<1,1>", "2x<2,1>", "2x<1,2>", "1x<4,1>", "1x<2,2>", "1x<1,4>",
         "1x<2,1> + 2x<1,1>", "1x<1,2> + 2x<1,1>", "1x<2,1> + 1x<1,2>",
     }  # fmt: skip
+    for num_devices in (1, 2, 3, 6):
+        found = enumerate_strategies(power_of_two_schemes(num_devices), num_devices)
+        assert len(set(found)) == len(found) > 0
+        assert all(s.num_devices == num_devices and len(set(s.schemes)) <= 2 for s in found)
 
 
 def test_strategies_from_a_file(tmp_path):

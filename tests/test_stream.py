@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from distributed import run_distributed
+from distributed import run_distributed, wait_until
 from engines import raised_by, start_hydra, write_profile
 from models import VOCAB_SIZE, tiny
 
@@ -159,16 +159,23 @@ def test_the_windows_do_not_depend_on_how_fast_the_stream_is():
     assert train_all(sampler_of(datasets.IterableDataset.from_generator(slow)))[0] == fast
 
 
-def test_what_is_ahead_is_bounded_and_asked_for_without_waiting():
-    is_open, count = threading.Event(), []
+def test_what_is_ahead_is_bounded_and_asked_for_without_waiting(monkeypatch):
+    is_open, count, puts = threading.Event(), [], []
+    put = stream_module._Run._put
+
+    def noted(run, result):
+        puts.append(run)
+        put(run, result)
+        puts.append(None)
 
     def gated():
         for index, row in enumerate(rows(5000)):
             if index == 64:
-                assert is_open.wait(30)
+                is_open.wait()
             count.append(index)
             yield row
 
+    monkeypatch.setattr(stream_module._Run, "_put", noted)
     sampler = sampler_of(datasets.IterableDataset.from_generator(gated))
     sampler.first_window()
     state = sampler.state
@@ -178,7 +185,7 @@ def test_what_is_ahead_is_bounded_and_asked_for_without_waiting():
     assert len(count) == 64
     is_open.set()
     _, state = sampler.draw(state)
-    time.sleep(0.3)
+    wait_until(lambda: puts[-1] is not None and puts[-1].results.full())  # and so it waits
     assert len(count) < 64 + 4 * 32, "one window is trained, one waits, one is read"
     sampler.close()
     assert not any(thread.name == "ds_hydra-stream" for thread in threading.enumerate())

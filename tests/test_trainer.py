@@ -907,9 +907,8 @@ def evaluate_for_logits(folder):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_losses_beside_logits_are_the_mean_over_label_tokens(num_ranks, tmp_path):
-    for result in run_distributed(evaluate_for_logits, num_ranks, str(tmp_path)):
+def test_losses_beside_logits_are_the_mean_over_label_tokens(tmp_path):
+    for result in run_distributed(evaluate_for_logits, 2, str(tmp_path)):
         assert result[0] != pytest.approx(result[9], rel=1e-4)
         for number, found in enumerate(result):
             assert found == pytest.approx(result[number // 9 * 9], rel=1e-5)
@@ -973,9 +972,7 @@ def customised(folder):
     trainer.train()
     result["drawn"] = len(trainer.engine.hydra.source.sampler._lengths)
     result["polynomial"] = numbers(trainer.state.log_history, "learning_rate")
-    errors = result["errors"] = {
-        "model": error_of(start, HydraTrainer, "again", model=trainer.model)
-    }
+    errors = result["errors"] = {}
 
     class Distributed(HydraTrainer):
         def _get_train_sampler(self, train_dataset=None):
@@ -990,9 +987,6 @@ def customised(folder):
         save_strategy="no",
         num_train_epochs=1,
     )
-    late.compute_loss_func = print
-    errors["late"] = error_of(late.train)
-    late.compute_loss_func = None
     shown = list(late.get_train_dataloader())
     late.train()
     sampler, state, drawn = late.engine.hydra.source.sampler, SamplerState(), []
@@ -1007,17 +1001,10 @@ def customised(folder):
     errors["eval generator"] = error_of(generating.train)
     result["steps before"] = generating.state.global_step, generating.deepspeed is None
     generating.eval_dataset = data
-    generating.optimizer = torch.optim.SGD(generating.model.parameters(), lr=0.1)
-    errors["own optimizer"] = error_of(generating.train)
-    generating.optimizer = None
     problem = on_all_ranks(HydraConfigError("the first start fails"))
     with mock.patch.object(ds_hydra.HydraEngine, "_start", side_effect=problem):
         errors["first start"] = error_of(generating.train)
     result["after a failed start"] = generating.optimizer, generating.lr_scheduler
-    generating.model_init = None
-    generating.model.requires_grad_(False)
-    errors["frozen"] = error_of(generating.train)
-
     model = small_model()
     some = torch.optim.AdamW(list(model.parameters())[:3])
     config = training_arguments(folder, output_dir=folder).hf_deepspeed_config.config
@@ -1053,14 +1040,10 @@ def test_what_users_override_is_honoured_or_refused(tmp_path):
     cosine = (1 + math.cos(math.pi * (NUM_BATCHES - 1) / NUM_BATCHES)) / 2
     assert result["min_lr"] == pytest.approx(1e-4 + 9e-4 * cosine)
     wanted = {
-        "model": "an engine holds this LlamaForCausalLM",
         "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
-        "late": "compute_loss_func is <built-in function print>",
         "optimizer": "the optimizer has 3 of ",
         "eval generator": "eval_dataset['b'] is a generator, which has neither a length nor is a stream",
         "first start": "the first start fails",
-        "own optimizer": "optimizer is a SGD that was given or made before train()",
-        "frozen": "this LlamaForCausalLM requires gradients, so there is nothing to train",
         "plain": '"hydra" section, and deepspeed.initialize',
     }
     assert result["errors"].keys() == wanted.keys()
@@ -1131,8 +1114,8 @@ def test_adapters_train_resume_and_are_saved_alone(tmp_path):
 
 
 def around_training(folder):
-    """One rank: evaluation first, arguments used again, schedules by metric, smoothed labels, other
-    data after a resume.
+    """One rank: evaluation first, arguments used again, schedules by metric, other data after a
+    resume.
     """
     data = prepare(folder)
     of_json = {
@@ -1199,7 +1182,10 @@ def around_training(folder):
 
     result["by name"] = error_of(start("by name", Own, sections=adam).train)
 
-    for name, base in BOTH:
+    for (
+        name,
+        base,
+    ) in BOTH:  # on one rank: transformers takes the mean over ranks of smoothed losses
         trainer = start(
             f"smooth {name}",
             base,
@@ -1210,8 +1196,7 @@ def around_training(folder):
             per_device_eval_batch_size=PER_BATCH,
         )
         trainer.train()
-        history = trainer.state.log_history
-        result[f"smooth {name}"] = numbers(history, "loss") + numbers(history, "eval_loss")
+        result[f"smooth {name}"] = without_times(trainer.state.log_history)
 
     saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     trainer = start("first", sections=adam, **saving)
@@ -1242,7 +1227,9 @@ def test_what_comes_before_and_after_training_is_as_transformers_has_it(tmp_path
     assert result["falls"] == [1e-3]
     assert result["stands still"] == [pytest.approx(1e-4)]
     assert "the schedule is ReduceLROnPlateau, whose step() needs a metric" in result["by name"]
-    assert_as_stock(result["smooth hydra"], result["smooth stock"])
+    for name in ("loss", "eval_loss"):
+        mine, stock = (numbers(result[f"smooth {kind}"], name) for kind in ("hydra", "stock"))
+        assert_as_stock(mine, stock)
     assert "in a Trainer TrainingArguments(ignore_data_skip=True)" in result["other data"]
     state, stepped = result["next"]
     assert (state["iteration"], state["epoch"], state["position"]) == (4, 0, 2 * PER_BATCH)

@@ -10,7 +10,6 @@ import os
 import signal
 from pathlib import Path
 
-import datasets
 import deepspeed
 import pytest
 import torch
@@ -19,6 +18,8 @@ from datasets.distributed import split_dataset_by_node
 from distributed import run_distributed
 from engines import ds_config, raised_by, small_profile, write_json
 from models import tiny
+from test_stream import generated, row_of
+from test_stream import rows as give
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback, TrainingArguments
 from trl_runs import chats, make_tokenizer
@@ -31,16 +32,6 @@ NUM_ROWS = 400
 MAX_STEPS = 12
 BUDGET = 150
 SIZES = {"vocab_size": 259, "max_position_embeddings": 512, "num_hidden_layers": 2}
-
-
-def give(num_rows=NUM_ROWS):
-    """Rows that say which one they are."""
-    for index in range(num_rows):
-        yield {"input_ids": [index // 200, index % 200] + [3] * (2 + index * 7 % 11)}
-
-
-def stream_of(num_rows=NUM_ROWS):
-    return datasets.IterableDataset.from_generator(give, gen_kwargs={"num_rows": num_rows})
 
 
 def tokenised_chats():
@@ -97,10 +88,6 @@ def numbers(trainer, key="loss"):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
 
-def row_of(tokens):
-    return int(tokens[0]) * 200 + int(tokens[1])
-
-
 class Recorder(TrainerCallback):
     """Writes loss and rows of each step to a file; after step `kill_at` a rank dies."""
 
@@ -140,7 +127,9 @@ def recorded(path):
 def train(folder, run, kill_at=0, **settings):
     prepare(folder)
     recorder = Recorder(f"{folder}/{run}.jsonl", kill_at)
-    trainer = recorder.trainer = make(folder, run, stream_of(), callbacks=[recorder], **settings)
+    trainer = recorder.trainer = make(
+        folder, run, generated(NUM_ROWS), callbacks=[recorder], **settings
+    )
     found = Path(folder, run).exists() and any(Path(folder, run).glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=bool(found))
     state = trainer.state
@@ -153,7 +142,7 @@ def by_engine(folder):
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True),
         config=ds_config(hydra=section(folder)),
-        training_data=stream_of(),
+        training_data=generated(NUM_ROWS),
     )
     return [float(engine.train_batch()) for _ in range(MAX_STEPS)]
 
@@ -164,7 +153,7 @@ def beside_the_engine(folder):
 
 
 @pytest.mark.distributed
-def test_a_stream_is_trained_as_by_the_engine_and_each_row_once_after_kills(tmp_path):
+def test_a_stream_is_trained_as_by_the_engine_and_each_row_once_after_a_kill(tmp_path):
     folder = str(tmp_path)
     (losses, (epoch, steps, max_steps)), wanted = run_distributed(beside_the_engine, 2, folder)[0]
     torch.testing.assert_close(losses, wanted, rtol=1e-6, atol=0)
@@ -173,15 +162,12 @@ def test_a_stream_is_trained_as_by_the_engine_and_each_row_once_after_kills(tmp_
     seen = [row for _, _, rows in whole for row in rows]
     assert len(seen) == len(set(seen)) > 100
     settings = {"save_strategy": "steps", "save_steps": 3}
-    for world_size, kill_at in ((2, 5), (3, 8), (4, 0)):
-        if kill_at:
-            with pytest.raises(AssertionError, match=r"rank . (died|failed)"):
-                run_distributed(train_saving, world_size, folder, kill_at, settings)
-        else:
-            run_distributed(train_saving, world_size, folder, kill_at, settings)
+    with pytest.raises(AssertionError, match=r"rank . (died|failed)"):
+        run_distributed(train_saving, 2, folder, 5, settings)
+    run_distributed(train_saving, 3, folder, 0, settings)
     killed = recorded(tmp_path / "killed.jsonl")
     steps = [step for step, *_ in killed]
-    assert [later for step, later in itertools.pairwise(steps) if later <= step] == [4, 7]
+    assert [later for step, later in itertools.pairwise(steps) if later <= step] == [4]
     assert steps[-1] == MAX_STEPS
     for step, loss, rows in killed:
         assert rows == whole[step - 1][2]
@@ -203,7 +189,7 @@ def of_all_kinds(folder):
     # A short stream begins again, as with transformers
     short = Recorder(f"{folder}/short{os.environ['RANK']}.jsonl")
     plain = {"max_steps": 6, "hydra": {"shuffle": False}}
-    trainer = short.trainer = make(folder, "short", stream_of(40), callbacks=[short], **plain)
+    trainer = short.trainer = make(folder, "short", generated(40), callbacks=[short], **plain)
     trainer.train()
     found["short"] = numbers(trainer)
     trainer = make(folder, "torch", OfTorch(), **plain)
@@ -229,11 +215,11 @@ def of_all_kinds(folder):
         trainer.train()
         found[name] = numbers(trainer), numbers(trainer, "eval_loss")
     errors = found["errors"] = {}
-    errors["endless"] = raised_by(lambda: make(folder, "e", stream_of(), max_steps=-1))
-    trainer = make(folder, "e", stream_of())
+    errors["endless"] = raised_by(lambda: make(folder, "e", generated(NUM_ROWS), max_steps=-1))
+    trainer = make(folder, "e", generated(NUM_ROWS))
     trainer.args.max_steps = -1
     errors["set later"] = raised_by(trainer.train)
-    part = split_dataset_by_node(stream_of(), 0, 2)
+    part = split_dataset_by_node(generated(NUM_ROWS), 0, 2)
     errors["part"] = raised_by(make(folder, "e", part).train)
     errors["chats"] = raised_by(make(folder, "e", chats().to_iterable_dataset()).train)
     return found

@@ -5,7 +5,6 @@ names of TRL that it stands on.
 from __future__ import annotations
 
 import importlib
-import inspect
 import json
 import os
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from models import tiny
-from trl.trainer import utils
 from trl_runs import arguments, make_tokenizer, pairs, texts
 
 from ds_hydra.engine.losses.objective import Scores
@@ -31,7 +29,6 @@ from ds_hydra.trl.mixin import (
     check_trainer,
     check_trl_arguments,
     complete_section,
-    remove_fused_head,
 )
 from ds_hydra.trl.scored_model import Given, ScoredModel, Sequences, Span, Weighted, read_sequences
 
@@ -156,33 +153,6 @@ def test_a_script_without_deepspeed_gets_it(monkeypatch):
     launched = config()
     add_deepspeed(launched)
     assert launched.deepspeed is None
-
-
-def test_names_of_trl_that_are_used():
-    """Private ones among them: a version of TRL that renames one is found here, not in a run."""
-    model = tiny("llama")
-    plain = model.forward
-    utils.add_fused_lm_head(model)
-    assert model.forward != plain
-    remove_fused_head(model)
-    assert model.forward == plain
-    of_base = {"_prepare_inputs", "training_step", "prediction_step", "_save_checkpoint"}
-    assert of_base <= set(dir(trl.SFTTrainer))
-    for name in ("compute_ref_log_probs", "_precompute_ref_logps", "_prepare_inputs"):
-        assert callable(getattr(trl.DPOTrainer, name))
-    reads = inspect.getsource(trl.DPOTrainer._compute_loss)
-    assert 'inputs["ref_chosen_logps"]' in reads
-    assert "self.precompute_ref_logps" in reads
-    names = inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters
-    assert list(names)[:6] == [
-        "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size",
-    ]  # fmt: skip
-    counted = inspect.getsource(trl.GRPOTrainer.training_step)
-    assert "self._step += 1" in counted
-    assert "_current_train_step_time" in counted
-    assert "prepare_deepspeed(self.ref_model" in inspect.getsource(trl.DPOTrainer.__init__)
-    fields = inspect.signature(utils.FusedCausalLMOutput).parameters
-    assert {"log_probs", "entropy", "is_top1", "mean_logits", "label_mask"} <= fields.keys()
 
 
 @pytest.fixture
