@@ -54,6 +54,7 @@ _COMPILE_S = 900.0
 _LEAST_STRESS_S, _STRESS_SHARE = 2.0, 0.5
 """Iterations that look for hangs take this share of the time that is left."""
 _Result = TypeVar("_Result")
+from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +185,8 @@ class Examination:
         with monitor.step("rates of all-to-alls"):
             self.findings.append(findings.check_all_to_all(device, hosts, hardware, groups))
         groups.destroy()
+        keys = [*groups_of_all(pick_strategies(len(everyone))), *link_groups(len(everyone), None)]
+        self.findings.append(findings.check_communicators(keys, here, device))
         with monitor.step("speed of ranks"):
             self.findings.append(findings.check_speed_of_ranks(device))
         self._try_small_model(monitor, device)

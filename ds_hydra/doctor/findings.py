@@ -13,7 +13,7 @@ import platform
 import resource
 import shutil
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -27,7 +27,10 @@ from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
 from ds_hydra.engine.model.attention_contract import Demand
 from ds_hydra.engine.parallel.groups import (
     BLOCKS,
+    MAX_MULTICAST_OBJECTS,
     GroupPool,
+    describe_groups,
+    describe_multicast,
 )
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
@@ -35,6 +38,11 @@ from ds_hydra.engine.ranks.memory import available_bytes
 from ds_hydra.engine.telemetry.trace import DeviceClock
 from ds_hydra.environment import WANTED
 from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware
+from ds_hydra.strategy.schemes.placement import (
+    GroupKey,
+    communicators,
+    most_multicast_objects,
+)
 
 REPORT_SCHEMA = "ds_hydra.doctor/1"
 
@@ -359,6 +367,22 @@ def check_all_to_all(
         else finding.text,
         advice=finding.advice if is_well else advice,
         figures={**finding.figures, "bytes_per_s_by_blocks": rates},
+    )
+
+
+def check_communicators(
+    keys: Iterable[GroupKey], ranks_per_node: int, device: torch.device
+) -> Finding:
+    """Count the communicators that strategies need, beside what the switches of a node have."""
+    objects, is_nccl = most_multicast_objects(keys, ranks_per_node), device.type == "cuda"
+    is_asked = is_nccl and os.environ.get("NCCL_NVLS_ENABLE") != "0"
+    text = describe_groups(keys, 0, is_nccl)
+    return Finding.judge(
+        "communicators",
+        f"{text}; up to {objects} NVLink multicast objects on a node" if is_asked else text,
+        is_well=not is_asked or objects <= MAX_MULTICAST_OBJECTS,
+        advice=describe_multicast(objects),
+        figures={"multicast_objects": objects, "communicators": len(communicators(keys))},
     )
 
 
