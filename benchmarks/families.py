@@ -314,7 +314,7 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         f"All {len(records)} causal language model types of transformers {transformers.__version__}, as tiny random "
         "models: five sequences of 1 to 17 tokens in micro-batches on 2 CPU ranks, fp32, against one process that runs "
         "each sequence alone. Figures are the largest relative error of a gradient, numbers in brackets the reasons of "
-        "refusals below the table. Dropout and noise are set to 0, `is_decoder` to true.",
+        "refusals below the table; an empty cell was not tried. Dropout and noise are set to 0, `is_decoder` to true.",
         "",
         f"**{len(runs)} run ({sum(not r['has_experts'] for r in runs)} of them without experts), "
         f"{len(built) - len(runs)} are refused by name, {len(records) - len(built)} do not run that small by "
