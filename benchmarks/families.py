@@ -329,7 +329,9 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         f"that in fp32 against fp64, and the same strategies are off by at most {FP64_TOLERANCE:.0e} with parameters "
         f"in fp64, whose gradients are still added up in fp32. {_noise(off)} Sequences of a micro-batch run packed, or "
         "one after the other where that would mix them: in the modules that carry states, or in all "
-        "of the model ([limits](limits.md)).",
+        "of the model ([limits](limits.md)). Types that also read images are not tried as a whole: where a type of "
+        "text is named for one, its checkpoint trains as that "
+        "([decision 090](decisions/090-text-of-models-that-see.md)).",
     ]
 
 
