@@ -314,7 +314,7 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         f"All {len(records)} causal language model types of transformers {transformers.__version__}, as tiny random "
         "models: five sequences of 1 to 17 tokens in micro-batches on 2 CPU ranks, fp32, against one process that runs "
         "each sequence alone. Figures are the largest relative error of a gradient, numbers in brackets the reasons of "
-        "refusals below the table. Dropout and noise are set to 0, `is_decoder` to true.",
+        "refusals below the table; an empty cell was not tried. Dropout and noise are set to 0, `is_decoder` to true.",
         "",
         f"**{len(runs)} run ({sum(not r['has_experts'] for r in runs)} of them without experts), "
         f"{len(built) - len(runs)} are refused by name, {len(records) - len(built)} do not run that small by "
@@ -329,7 +329,9 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         f"that in fp32 against fp64, and the same strategies are off by at most {FP64_TOLERANCE:.0e} with parameters "
         f"in fp64, whose gradients are still added up in fp32. {_noise(off)} Sequences of a micro-batch run packed, or "
         "one after the other where that would mix them: in the modules that carry states, or in all "
-        "of the model ([limits](limits.md)).",
+        "of the model ([limits](limits.md)). Types that also read images are not tried as a whole: where a type of "
+        "text is named for one, its checkpoint trains as that "
+        "([decision 090](decisions/090-text-of-models-that-see.md)).",
     ]
 
 

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model.attention_choice import head_widths
 from ds_hydra.engine.model.current_micro_batch import checkpointed
 from ds_hydra.engine.model.decoder_parts import check_supported
 from ds_hydra.engine.model.scheme_support import check_context, check_scheme
@@ -393,6 +394,13 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
         ):
             with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
                 check_scheme(stage_model, scheme)
+
+
+def test_heads_of_layers_that_differ_are_all_found():
+    config = transformers.Gemma4TextConfig()
+    widths = {layer.head_dim for layer in config.per_layer_config[:]}
+    assert len(widths) > 1
+    assert head_widths(config) >= {(width, width) for width in widths}
 
 
 def test_a_verdict_is_of_the_code_that_there_is(monkeypatch):

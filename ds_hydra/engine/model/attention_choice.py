@@ -278,9 +278,17 @@ def _errors(
     return torch.stack([((a.float() - b).norm() / b.norm()).detach() for a, b in compared])
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The configurations of a model's layers where these differ in sizes; else its own."""
+    return config.per_layer_config[:] if getattr(config, "is_heterogeneous", False) else [config]
+
+
 def head_widths(config: Any) -> set[tuple[int, int]]:
     """Widths of queries and values that the attention of the model of `config` may have."""
+    return {widths for layer in layer_configs(config) for widths in _widths_of(layer)}
 
+
+def _widths_of(config: Any) -> set[tuple[int, int]]:
     def get(name: str) -> int:
         value = getattr(config, name, None)
         return value if isinstance(value, int) else 0

@@ -16,7 +16,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,12 @@ from ds_hydra.engine.model.adapters import (
     use_saved_modules,
 )
 from ds_hydra.engine.model.apart import run_apart
-from ds_hydra.engine.model.attention_choice import Choice, head_widths, select_kernels
+from ds_hydra.engine.model.attention_choice import (
+    Choice,
+    head_widths,
+    layer_configs,
+    select_kernels,
+)
 from ds_hydra.engine.model.current_micro_batch import checkpointed, current_micro_batch
 from ds_hydra.engine.model.decoder_parts import (
     Unit,
@@ -316,14 +321,17 @@ class StageModel:
         """Width of the activations that stages exchange."""
         return int(self._base.config.hidden_size)
 
-    @property
+    @cached_property
     def flops_of_pair(self) -> float:
         """FLOPs of attention of all layers, forward (2 products) and backward (5), for one query
         and one key.
         """
-        heads = getattr(self.config, "num_attention_heads", 0)
-        widths = max(map(sum, head_widths(self.config)), default=0)
-        return 7.0 * self.num_layers * heads * widths
+        layers = layer_configs(self.config)
+        products = sum(
+            getattr(layer, "num_attention_heads", 0) * max(map(sum, head_widths(layer)), default=0)
+            for layer in layers
+        )
+        return 7.0 * self.num_layers * products / len(layers)
 
     def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
