@@ -48,13 +48,13 @@ from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
+from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
 _COMPILE_S = 900.0
 """Seconds, far more than the planner takes to compile on cores that do other things too."""
 _LEAST_STRESS_S, _STRESS_SHARE = 2.0, 0.5
 """Iterations that look for hangs take this share of the time that is left."""
 _Result = TypeVar("_Result")
-from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
