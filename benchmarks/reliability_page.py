@@ -111,21 +111,28 @@ def left_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def table_of_losses(records: list[dict[str, Any]]) -> str:
-    rows = []
-    for record in records:
-        left = left_of(record)
+    """A row for each signal, and what was not as it should be by name."""
+    rows, wrong = [], []
+    for signal in dict.fromkeys(record["signal"] for record in records):
+        mine = [record for record in records if record["signal"] == signal]
+        seconds = [record["seconds"] for record in mine if not record["hangs"]]
         rows.append(
             [
-                record["where"],
-                record["signal"],
-                "hangs" if record["hangs"] else record["exit_code"],
-                "yes" if record.get("named") else "no",
-                f"{record.get('seconds', float('nan')):.1f}",
-                ", ".join(f"{key}: {value}" for key, value in left.items() if value) or "nothing",
+                signal,
+                ", ".join(dict.fromkeys(record["where"] for record in mine)),
+                f"{sum(bool(record.get('named')) for record in mine)} of {len(mine)}",
+                f"{statistics.median(seconds):.1f}",
+                f"{max(seconds):.1f}",
             ]
         )
-    return table(
-        ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"], rows
+        wrong += [
+            f"{record['where']}, {signal}: {'hangs' if record['hangs'] else left_of(record)}"
+            for record in mine
+            if record["hangs"] or any(left_of(record).values())
+        ]
+    head = ["signal", "where", "named by the other", "median s", "worst s"]
+    return paragraphs(
+        table(head, rows), "; ".join(wrong) or "Nothing hangs, nothing is left behind."
     )
 
 
