@@ -236,11 +236,12 @@ def train(
     with Progress(total=args.iterations, disable=not is_first_rank, unit="it") as progress:
         for _ in range(args.iterations):
             losses.append(float(engine.train_batch()))
-            metrics = engine.last_metrics
-            progress.set_description_str(
-                f"loss {metrics.loss:.3f} | {metrics.tokens_per_s:,.0f} tokens/s | {metrics.strategy} | "
-                f"imbalance {metrics.imbalance:.2f}"
-            )
+            # Not the last one, for whose step an accelerator would be waited for
+            if (metrics := engine.ended_metrics) is not None:
+                progress.set_description_str(
+                    f"loss {metrics.loss:.3f} | {metrics.tokens_per_s:,.0f} tokens/s | {metrics.strategy} | "
+                    f"imbalance {metrics.imbalance:.2f}"
+                )
             progress.update()
     engine.destroy()
     if is_first_rank:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -17,7 +16,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels of Triton run on a CPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import distributed
-import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -56,22 +54,3 @@ def pytest_collection_finish():
     gc.collect()
     gc.enable()
     gc.freeze()  # modules stay: nobody needs to look for garbage in them
-
-
-@pytest.fixture(scope="session")
-def traced_once():
-    """A layer of one configuration is traced once, which compiles it for seconds, and not by each
-    command that asks.
-    """
-    from ds_hydra.engine.profiling import memory
-
-    trace, found = memory.trace_layer_memory, {}
-
-    def once(config, **how):
-        key = config.to_json_string(use_diff=False), repr(sorted(how.items()))
-        if key not in found:
-            found[key] = trace(config, **how)
-        return found[key]
-
-    with mock.patch.object(memory, "trace_layer_memory", once):
-        yield

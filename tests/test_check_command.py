@@ -18,7 +18,6 @@ from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.engine.ranks.process import compiles_adam
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
-pytestmark = pytest.mark.usefixtures("traced_once")
 BASE = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3},

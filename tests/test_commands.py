@@ -317,7 +317,6 @@ MISTAKES = [
     (f"propose {OF_7B} --devices 8 --histogram missing.json", "", "cannot read missing.json"),
     (f"{SEARCH} --memory-gb 80 --devices 1000000", "", "--devices"),
     (f"{SEARCH} --memory-gb 40 --devices 8 --max-batch 4", "", "is 4, below --batch-step (8)"),
-    ("search --memory-gb 80 --devices 8", "", "give either --layers or --profile"),
     (f"{SEARCH} --memory-gb 80 --devices 6", "", "not a power of two"),
     (f"{SEARCH} --memory-gb 1 --devices 8", "", "no plan fits 1024 MB"),
     (f"{LENGTHS} . --tokenizer file.json", "{}", "cannot load the tokenizer"),
@@ -330,9 +329,7 @@ MISTAKES = [
     (f"{PROFILE} --lengths 8,16,128", "", "--lengths has 128, more than --context 64"),
     (f"{PROFILE} --tp 0,1", "", "--tp is '0,1', expected whole numbers of 1 or more"),
     (f"{PROFILE} --out no/such/p.json", "", "whose folder does not exist"),
-    (f"{PROFILE} --topology missing.json", "", "cannot read missing.json"),
     ("doctor --device a900", "", "a900"),
-    ("doctor --config missing.json", "", "missing.json"),
     ("doctor --out missing/doctor.json", "", "whose folder does not exist"),
 ]
 """A command, what the file has that it reads, and what is said of it."""

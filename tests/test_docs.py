@@ -32,7 +32,6 @@ from ds_hydra.report import summarize_run
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.schemes.enumeration import strategies_from_json
 
-pytestmark = pytest.mark.usefixtures("traced_once")
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/README.md")],

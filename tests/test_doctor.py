@@ -26,7 +26,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 LONG_S = 300
 """Only what hangs takes so long."""
 CHECKS = {
-    "ranks", "versions", "attention", "shared memory", "open files", "host", "all-reduce",
+    "ranks", "versions", "attention", "shared memory", "open files", "host", "communicators", "all-reduce",
     "all-to-all", "links inside a host", "speed of ranks", "gradients", "hangs",
 }  # fmt: skip
 

@@ -264,9 +264,8 @@ def test_every_number_of_the_optimizers_groups_is_compared_between_ranks():
 
 def test_a_row_of_a_rank_gives_back_what_it_was_made_of():
     loss_sum, balance_loss = (torch.tensor(x, dtype=torch.float64) for x in (3.5, 0.25))
-    outcome = RankOutcome(
-        loss_sum=loss_sum, balance_loss=balance_loss, passes=(), clock=None, recorder=None
-    )
+    none = dict.fromkeys(("plan", "objective", "recorder"))
+    outcome = RankOutcome(loss_sum=loss_sum, balance_loss=balance_loss, spans=(), losses=(), **none)
     flags = {"has_problem": True, "is_stop_requested": False, "settings": float(2**48 - 1)}
     for squares, times in (((), ()), ((7.0,), ()), ((7.0, 8.0), (9.0, 10.0, 11.0))):
         squares_G = torch.tensor(squares, dtype=torch.float64)

@@ -28,7 +28,6 @@ from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, with_engine_layers
 
-pytestmark = pytest.mark.usefixtures("traced_once")
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
 OTHERS = ("llama3_1_70b", "llama3_1_8b", "qwen3_8b")
 MIXTURES = ("gpt_oss_20b", "mixtral_8x7b", "qwen3_30b_a3b")

@@ -92,7 +92,7 @@ def measured_on_unequal_hosts(model):
     os.environ.pop("LOCAL_SIZE")
     total = SimpleNamespace(total=(4_000_000, 3_000_000)[rank])
     request = request_for(model, context=2048)
-    _, stage_model, schemes = profile_run._prepare(request, torch.float32, CPU, 2)
+    stage_model, schemes = profile_run._prepare(request, torch.float32, CPU, 2)
     homogeneous = {scheme: Strategy.alike(scheme, 2) for scheme in schemes}
     with (
         mock.patch.object(socket, "gethostname", return_value=f"host{rank}"),

@@ -212,7 +212,7 @@ def test_ranks_of_a_host_share_their_clock_and_hosts_are_aligned():
     results = run_distributed(gather_with_clocks, 3)
     timeline = results[0][1]
     assert all(result[1] == timeline for result in results)
-    assert (timeline.iteration, timeline.source, timeline.num_devices) == (7, "measured", 3)
+    assert (timeline.iteration, timeline.num_devices) == (7, 3)
     shifts_ms = {0: 0.0, 1: 5.0, -1: 0.0}
     for pipeline, rank in ((0, 0), (1, 1), (-1, 2)):
         mine = [e for e in timeline.events if e.pipeline == pipeline]
