@@ -28,7 +28,7 @@ _HEADLESS = {
 logits are a product with the head alone.
 """
 
-_found: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+_found: WeakKeyDictionary[nn.Module, nn.Module | None] = WeakKeyDictionary()
 
 
 class TextForCausalLM(PreTrainedModel):
@@ -69,9 +69,10 @@ def language_model_of(model: nn.Module) -> nn.Module:
     config = getattr(model, "config", None)
     if config is None or not find_other_inputs(config):
         return model
-    if model not in _found:
-        _found[model] = _put_together(model, find_text_config(config)) or model
-    return _found[model]
+    if model not in _found:  # a value that is its own key would keep it
+        _found[model] = _put_together(model, find_text_config(config))
+    found = _found[model]
+    return model if found is None else found
 
 
 def _put_together(model: nn.Module, text: Any) -> nn.Module | None:
