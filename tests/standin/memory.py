@@ -43,11 +43,15 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"intermediate_size": 384, "num_hidden_layers": 20, "head_dim": 32},
     "qwen2": {"intermediate_size": 256, "num_hidden_layers": 22, "tie_word_embeddings": False},
 }
-STRATEGIES = (
-    "2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>", "2x<1,1;ckpt=8>", "1x<2,1;ckpt=8>",
-    "1x<1,2;ckpt=8>", "2x<1,1;ckpt=16;offload>", "1x<1,2;ckpt=8;offload>", "1x<sp2,1;ckpt=16;offload>",
-    "2x<1,1;gather>", "1x<2,1;gather>", "1x<sp2,1;gather>",
-)  # fmt: skip
+STRATEGIES = {
+    2: (
+        "2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>", "2x<1,1;ckpt=8>", "1x<2,1;ckpt=8>",
+        "1x<1,2;ckpt=8>", "2x<1,1;ckpt=16;offload>", "1x<1,2;ckpt=8;offload>", "1x<sp2,1;ckpt=16;offload>",
+        "2x<1,1;gather>", "1x<2,1;gather>", "1x<sp2,1;gather>",
+    ),
+    8: ("8x<1,1;gather>", "2x<sp4,1;gather>", "2x<sp4,1;ckpt=20;gather>", "2x<sp4,1;ckpt=20;offload;gather>"),
+}  # fmt: skip
+"""By the number of ranks."""
 
 _per_sequence = attention.attention_per_sequence
 
@@ -207,14 +211,14 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
     model = tiny(family, **sizes, **SIZES[family]).bfloat16().to(device.NAME)
     engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": 4096})
     propagator = engine.hydra.propagator
-    found = {}
+    found, strategies = {}, STRATEGIES[dist.get_world_size()]
     with mock.patch.object(attention, "attention_per_sequence", _attend):
-        for text in STRATEGIES:
+        for text in strategies:
             strategy = Strategy.parse(text)
             engine.hydra.propagator.prepare([strategy])
             plan = _full_pipelines(strategy)
             examples = random_examples(plan.lengths, 512, seed=1)
-            if text == STRATEGIES[0]:  # moments are allocated in the first step
+            if text == strategies[0]:  # moments are allocated in the first step
                 engine.train_batch(examples, strategy=text)
             grads_P = engine._zero_gradient_shards()
             gc.collect()

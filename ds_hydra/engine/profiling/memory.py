@@ -106,10 +106,16 @@ def count_activation(stage_model: StageModel, tp: int, hydra: HydraConfig) -> fl
         return float(element * copies)
     config = stage_model.config
     try:
-        shape, _ = describe_config(all_fields(config), config.model_type)
+        shape, heads = describe_config(all_fields(config), config.model_type)
     except HydraConfigError:
         return None
-    return shape.activation_bytes(tp, compiled=hydra.compile_layers, copies=copies) * element / 2
+    # Of each row the statistics of two norms and of attention; and the rotary factors, which are
+    # the same in all layers, but stand here for the small tensors of a pass that nothing counts.
+    small = 8 + 4 * heads
+    if not hydra.compile_layers:
+        small += 4 * tp * shape.means.attention_width / heads
+    known = shape.activation_bytes(tp, compiled=hydra.compile_layers, copies=copies)
+    return (known + small / shape.hidden_size) * element / 2
 
 
 def _communicator_bytes(num_devices: int) -> int:
