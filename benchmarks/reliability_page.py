@@ -115,7 +115,7 @@ def table_of_losses(records: list[dict[str, Any]]) -> str:
     rows, wrong = [], []
     for signal in dict.fromkeys(record["signal"] for record in records):
         mine = [record for record in records if record["signal"] == signal]
-        seconds = [record["seconds"] for record in mine if not record["hangs"]]
+        seconds = [record["seconds"] for record in mine if not record["hangs"]] or [float("nan")]
         rows.append(
             [
                 signal,

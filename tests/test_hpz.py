@@ -302,7 +302,7 @@ def test_prices_follow_from_those_of_gathered_layers():
     assert on_nodes.latency.linear_ms == crossing.latency.linear_ms
     assert on_nodes.marks == {"derived_from": "<1,1;gather>"}
     known = costs.extended([GATHERED])
-    assert known.has_latency(ON_NODES)
+    assert known.get_latency(ON_NODES)
     again, crossing_again = (replace(scheme, ckpt=16) for scheme in (ON_NODES, GATHERED))
     assert known.get_latency(again).traffic_ms == on_nodes.latency.traffic_ms
     assert known.get_latency(again).linear_ms == known.get_latency(crossing_again).linear_ms

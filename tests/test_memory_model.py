@@ -22,6 +22,7 @@ from ds_hydra.engine.model.stage_forward import compile_each
 from ds_hydra.engine.parallel.tensor_parallel import (
     ROW,
     TensorParallel,
+    TokenShards,
     find_blocks,
     hook_block,
     hook_linear,
@@ -142,6 +143,18 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+class LoneShard(TokenShards):
+    """Group of one rank that computes as a rank of a group of `size` does, with copies in place of
+    data from others.
+    """
+
+    def post_gather(self, shard_BtH):
+        return torch.cat([shard_BtH] * self.size, dim=-2), lambda: None
+
+    def post_reduce_scatter(self, partial_BTH):
+        return partial_BTH.narrow(-2, 0, partial_BTH.shape[-2] // self.size).clone(), lambda: None
+
+
 def kept_by(config, compiled, num_shards):
     """A of App. B.1 of a layer in bf16, on one of `num_shards` ranks that have shards of a
     micro-batch between products: storages that autograd keeps of real CPU tensors, by address.
@@ -153,8 +166,9 @@ def kept_by(config, compiled, num_shards):
     model = make_model(sliced, dtype=torch.bfloat16, attn_implementation="sdpa").base_model
     layer = model.layers[0]
     if num_shards > 1:
-        tp = TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
-        tp.enter(None, 1, 0)
+        tp = TensorParallel(cuts_micro_batches=True)
+        with mock.patch.object(tp, "_shards", LoneShard):
+            tp.enter(None, num_shards, 0)
         sides = module_sides(model)
         for block in find_blocks(layer, sides):
             hook_block(block, tp)

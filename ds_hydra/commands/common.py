@@ -128,8 +128,7 @@ def hide_torchao() -> None:
     """Silence what torchao logs while transformers imports it: it has nothing to do with the
     commands.
     """
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("torchao").setLevel(logging.ERROR)
 
 
 def say_loading() -> None:

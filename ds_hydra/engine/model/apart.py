@@ -81,8 +81,8 @@ def _forward(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_each(plain: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """What `plain` gives for each sequence of the current micro-batch, put together: of arguments
-    [1, T, ...] it gets the sequence's tokens.
+    """Run `plain` on each sequence of the current micro-batch and join the outputs along the
+    tokens. Of arguments [1, T, ...] a call gets the sequence's tokens.
     """
     micro_batch = current_micro_batch()
     assert micro_batch is not None, "a model without its stage model"

@@ -111,20 +111,6 @@ class TokenShards:
         return shard.view(*partial_BTH.shape[:-2], *shard.shape), work.wait
 
 
-class LoneShard(TokenShards):
-    """Group of one rank that computes as a rank of a group of `size` does, with copies in place of
-    data from others.
-    """
-
-    def post_gather(self, shard_BtH: Tensor) -> Posted:
-        """[1, T, H]: this shard over and over."""
-        return torch.cat([shard_BtH] * self.size, dim=-2), nothing
-
-    def post_reduce_scatter(self, partial_BTH: Tensor) -> Posted:
-        """[1, t, H]: the first shard of `partial_BTH`."""
-        return partial_BTH.narrow(-2, 0, partial_BTH.shape[-2] // self.size).clone(), nothing
-
-
 class GatheredAgain(SharedBackward):
     """The micro-batch that the linears of one block share in backward; gathered by the first,
     dropped after the last.
@@ -263,14 +249,11 @@ class TensorParallel:
     """The TP group in which this rank runs its stage now; size 1 switches every hook off.
 
     `cuts_micro_batches`: whether ranks of a group have shards of a micro-batch between sliced
-    layers ([Note: Shards of a micro-batch]). `simulated_tp_size`: TP degree for which a rank
-    without a group stands when slices are measured: it cuts micro-batches as one of so many, and
-    exchanges nothing.
+    layers ([Note: Shards of a micro-batch]).
     """
 
-    def __init__(self, *, cuts_micro_batches: bool = False, simulated_tp_size: int = 1) -> None:
+    def __init__(self, *, cuts_micro_batches: bool = False) -> None:
         self.cuts_micro_batches = cuts_micro_batches
-        self._simulated_tp_size = simulated_tp_size
         self.group: dist.ProcessGroup | None = None
         self.size, self.rank, self.cuts_experts = 1, 0, True
         self.shards: TokenShards | None = None
@@ -299,7 +282,7 @@ class TensorParallel:
         self.group, self.size, self.rank, self.cuts_experts = group, size, rank, cuts_experts
         self.shards = self._shards(group, size)
         self.has_copies = size > 1 and self.shards is None  # else their block has gathered it
-        self.has_parts = size > 1 or self.shards is not None
+        self.has_parts = size > 1
         self.forget_input()
         if self.shards is None:
             for hook in self._block_hooks:
@@ -318,9 +301,7 @@ class TensorParallel:
         return 1 if shards is None else shards.size
 
     def _shards(self, group: dist.ProcessGroup | None, size: int) -> TokenShards | None:
-        if not self.cuts_micro_batches or max(size, self._simulated_tp_size) == 1:
-            return None
-        return TokenShards(group, size) if size > 1 else LoneShard(None, self._simulated_tp_size)
+        return TokenShards(group, size) if self.cuts_micro_batches and size > 1 else None
 
     def shard_tokens(self, num_tokens: int) -> int:
         """Tokens of a micro-batch of `num_tokens` (padded) that this rank has between sliced

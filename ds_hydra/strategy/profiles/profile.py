@@ -249,11 +249,6 @@ class Profile:
         entries = (e for e in self.document["schemes"] if e.get("estimated") or "derived_from" in e)
         return frozenset(Scheme.from_json(entry) for entry in entries)
 
-    def has_latency(self, scheme: Scheme) -> bool:
-        """Whether `get_latency` has an answer."""
-        known = (s for own in (scheme, scheme.crossing) for s in (own, self._base(own)))
-        return any(own in self.latency for own in known)
-
     def entry_of(self, scheme: Scheme) -> Scheme | None:
         """The entry that T of `scheme` is, or follows from where the planner lets gathered weights
         stay on the node; None for others.
