@@ -44,6 +44,7 @@ from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import (
     Iteration,
     Outcomes,
+    gather_outcomes,
     gather_scores,
     linearised,
     score,
@@ -57,8 +58,14 @@ from ds_hydra.engine.model.liger import choose_layers
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_model import StageModel, options_of
-from ds_hydra.engine.planning import ExampleLike
-from ds_hydra.engine.ranks.agreement import gather_flags, open_host_group, run_together
+from ds_hydra.engine.planning import ExampleLike, IterationSource
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import (
+    check_alike,
+    gather_flags,
+    open_host_group,
+    run_together,
+)
 from ds_hydra.engine.ranks.memory import (
     freeze_gc,
     to_device,
@@ -70,12 +77,14 @@ from ds_hydra.engine.ranks.process import (
     let_collectives_end_at_exit,
     let_one_rank_speak,
     offloads_optimizer,
+    overlap_where_safe,
     remove_stale_locks,
+    use_deterministic_kernels,
 )
-from ds_hydra.engine.ranks.settings import check_same_settings
+from ds_hydra.engine.ranks.settings import check_same_settings, comparable
 from ds_hydra.engine.ranks.sigterm import SIGTERM
 from ds_hydra.engine.ranks.watchdog import join_watchdog, leave_watchdog, watch
-from ds_hydra.engine.runtime import HydraRuntime, Stamps
+from ds_hydra.engine.reporting import IterationReporter, Stamps
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.environment import is_first_on_host
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
@@ -85,6 +94,7 @@ from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.schemes.placement import group_limit
 
 leave_out_shared_memory()
 let_one_rank_speak()
@@ -137,11 +147,24 @@ def _torch_defaults() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
+class _Destroyed:
+    """Stand-in for what an engine no longer has."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise HydraError("this engine was destroyed; make a new one with ds_hydra.initialize")
+
+
+_DESTROYED: Any = _Destroyed()
+
+
 class HydraEngine(CheckpointingEngine):
-    """A DeepSpeed engine trained by `train_batch()` alone.
+    """A DeepSpeed engine trained by `train_batch()` alone: `source` says what comes next,
+    `propagator` runs it, `reporter` says what it did.
 
     Methods are collective: all ranks call them with the same arguments.
     """
+
+    source = propagator = reporter = _DESTROYED
 
     def __init__(
         self,
@@ -159,7 +182,6 @@ class HydraEngine(CheckpointingEngine):
         unfreeze_gc()
         self._hydra_config = hydra_config
         self._num_trained = 0
-        self._hydra: HydraRuntime | None = None
         self._gradients: GradientShards | None = None
         self.on_sigterm: Callable[[], None] | None = None
         """Callback in place of saving and ending: a Trainer has more to save."""
@@ -185,7 +207,7 @@ class HydraEngine(CheckpointingEngine):
                     self.training_dataloader = self.deepspeed_io(
                         training_data, collate_fn=collate_fn
                     )
-                    self.hydra.source.start()
+                    self.source.start()
                 self._watch_sigterm()
         except BaseException:
             # A notebook may mend what was wrong, and start on the same model.
@@ -193,7 +215,7 @@ class HydraEngine(CheckpointingEngine):
                 self._end(waits=False)
             raise
         if self.global_rank == 0:
-            logger.info(self.hydra.describe())
+            logger.info(self.reporter.describe())
 
     def _start(
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
@@ -222,14 +244,21 @@ class HydraEngine(CheckpointingEngine):
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
         check_same_settings(self)
-        self._hydra = HydraRuntime(config, stage_model, self.device, memory)
-
-    @property
-    def hydra(self) -> HydraRuntime:
-        """The collaborator that holds everything of ds_hydra. Raises HydraError after `destroy`."""
-        if self._hydra is None:
-            raise HydraError("this engine was destroyed; make a new one with ds_hydra.initialize")
-        return self._hydra
+        check_alike(comparable(config), self.device)
+        config = self._hydra_config = overlap_where_safe(config, self.device)
+        if config.deterministic:
+            use_deterministic_kernels(self.device)
+        run_together(lambda: stage_model.to_device(self.device), self.device)
+        self.propagator = Propagator(
+            stage_model,
+            device=self.device,
+            max_groups=group_limit(self.world_size, config.max_process_groups),
+            link_config=config.link,
+            seed=config.seed,
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
+        self.source = IterationSource(config, self.propagator)
+        self.reporter = IterationReporter(self.source.candidates, memory)
 
     @property
     def last_metrics(self) -> IterationMetrics | None:
@@ -276,7 +305,7 @@ class HydraEngine(CheckpointingEngine):
                 "a forced strategy, and a loss other than a cross entropy without weights, need a given global batch: "
                 "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
-        clock, source = self.hydra.propagator.clock, self.hydra.source
+        clock, source = self.propagator.clock, self.source
         begin = clock.stamp()
         with watch("plan"):
             problem = (
@@ -304,18 +333,20 @@ class HydraEngine(CheckpointingEngine):
         """Pull, run and push: add the gradients of `iteration` to the shards, and gather what all
         ranks report.
         """
-        propagator = self.hydra.propagator
+        propagator = self.propagator
         iteration = linearised(iteration, propagator)
         # The pass that trains keeps the scores: they cost none of their own.
         objective, recorder = with_score_recorder(iteration, self.device, wanted=keep_scores)
         grads_P = self._zero_gradient_shards()
         scale = float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
         outcome = propagator.train(iteration.plan, iteration.load, grads_P, scale, objective)
-        outcomes = self.hydra.gather_outcomes(
+        outcomes = gather_outcomes(
+            propagator,
             # Errors name the caller's loss, not the recorder around it.
             replace(outcome, objective=iteration.objective),
             self._gradients.squares(),
             self.optimizer.param_groups,
+            is_stop_requested=SIGTERM.is_asked(self),
         )
         self._gradients.tell(outcomes.squares)
         if recorder is not None:
@@ -343,7 +374,7 @@ class HydraEngine(CheckpointingEngine):
         arguments as in `train_batch`.
         """
         with watch("evaluation"):
-            iteration = self.hydra.source.plan(
+            iteration = self.source.plan(
                 batch,
                 strategy,
                 self.global_steps,
@@ -352,9 +383,11 @@ class HydraEngine(CheckpointingEngine):
                 call="eval_batch()",
                 forward_only=True,
             )
-            iteration = linearised(iteration, self.hydra.propagator)
+            iteration = linearised(iteration, self.propagator)
             given = iteration.plan, iteration.load, iteration.objective
-            outcomes = self.hydra.gather_outcomes(self.hydra.propagator.evaluate(*given))
+            outcome = self.propagator.evaluate(*given)
+            is_asked = SIGTERM.is_asked(self)
+            outcomes = gather_outcomes(self.propagator, outcome, is_stop_requested=is_asked)
             value = outcomes.loss()
         self._stop_if(outcomes.is_stop_requested)
         return to_device(torch.tensor(value, dtype=torch.float32), self.device)
@@ -379,7 +412,7 @@ class HydraEngine(CheckpointingEngine):
         """
         with watch("scores"):
             rows = [only_ids(row) for row in batch]
-            iteration = self.hydra.source.plan(
+            iteration = self.source.plan(
                 rows,
                 strategy,
                 self.global_steps,
@@ -389,7 +422,7 @@ class HydraEngine(CheckpointingEngine):
                 only_scored=True,
             )
             wanted = {"entropy": entropy, "details": details, "noise": noise}
-            return score(iteration, self.hydra.propagator, **wanted)
+            return score(iteration, self.propagator, **wanted)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
@@ -432,8 +465,8 @@ class HydraEngine(CheckpointingEngine):
             )
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
-            run_together(lambda: self.hydra.source.attach(data), self.device)
-        return GlobalBatches(lambda: self.hydra.source.iterate_examples())
+            run_together(lambda: self.source.attach(data), self.device)
+        return GlobalBatches(lambda: self.source.iterate_examples())
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
         """Refused: it would compile a forward of DeepSpeed that does not run."""
@@ -488,15 +521,17 @@ class HydraEngine(CheckpointingEngine):
     @property
     def is_destroyed(self) -> bool:
         """Whether nothing can be asked of it any more."""
-        return getattr(self, "_hydra", None) is None
+        return self.reporter is _DESTROYED
 
     def _end(self, *, waits: bool) -> None:
-        hydra = getattr(self, "_hydra", None)
         try:
             if not self.is_destroyed:
-                self.hydra.close(waits=waits)
+                self.reporter.close(waits=waits)
+                self.source.close()
+                self.propagator.close()
                 # The model has hooks of DeepSpeed that hold the engine
-                self._hydra = self._gradients = None
+                self.reporter = self.source = self.propagator = _DESTROYED
+                self._gradients = None
                 unfreeze_gc()
             super().destroy()
         finally:
@@ -508,15 +543,14 @@ class HydraEngine(CheckpointingEngine):
                     self._is_watched = False
                     leave_watchdog(waits=waits)
             finally:
-                if hydra is not None:
-                    SIGTERM.leave(hydra)
+                SIGTERM.leave(self)
 
     def _find_untrained(self) -> HydraConfigError | None:
         """The error that names what an evaluation engine lacks for training; None otherwise."""
         if hasattr(self.optimizer, "fp16_groups"):
             return None
         instead = 'no optimizer; give ds_hydra.initialize one, or the DeepSpeed config its "optimizer" section'
-        if not any(spec.requires_grad for spec in self.hydra.stage_model.specs):
+        if not any(spec.requires_grad for spec in self.propagator.stage_model.specs):
             instead = (
                 "no parameter that requires gradients; call requires_grad_(True) on what shall be trained, before "
                 "ds_hydra.initialize"
@@ -542,7 +576,7 @@ class HydraEngine(CheckpointingEngine):
         plans and ZeRO-3's own groups were fixed at initialisation.
         """
         for param, spec in zip(
-            self.hydra.stage_model.params, self.hydra.stage_model.specs, strict=True
+            self.propagator.stage_model.params, self.propagator.stage_model.specs, strict=True
         ):
             if param.requires_grad != spec.requires_grad:
                 return HydraConfigError(
@@ -554,7 +588,7 @@ class HydraEngine(CheckpointingEngine):
     def _zero_gradient_shards(self) -> list[Tensor]:
         """This rank's fp32 gradient shards, set to zero."""
         if self._gradients is None:
-            params = self.hydra.stage_model.params
+            params = self.propagator.stage_model.params
             self._gradients = GradientShards(self.optimizer, params, self.device)
         return self._gradients.zeroed()
 
@@ -562,7 +596,7 @@ class HydraEngine(CheckpointingEngine):
         if outcomes.nonfinite_ranks and not self.fp16_enabled():
             self._skip_step(outcomes.own.plan, outcomes.nonfinite_ranks)
             return
-        with self.hydra.propagator.recorder.span(EventKind.STEP):
+        with self.propagator.recorder.span(EventKind.STEP):
             self._gradients.deposit()
             self._step(outcomes)
 
@@ -630,18 +664,18 @@ class HydraEngine(CheckpointingEngine):
             commits = self.global_rank == self._ranks_sharing_a_folder()[0]
             key = "hydra.faults.save_on_sigterm"
             try_folder(Path(folder), key, self.device, commits=commits)
-            SIGTERM.watch(self.hydra, self.device)
+            SIGTERM.watch(self, self.device)
 
     def look_for_sigterm(self) -> None:
         """Save and end where any rank got SIGTERM, as `train_batch` does after its iteration.
         Collective over all ranks.
         """
-        if SIGTERM.is_watching(self.hydra):
-            self._stop_if(any(gather_flags(SIGTERM.is_asked(self.hydra), self.device)))
+        if SIGTERM.is_watching(self):
+            self._stop_if(any(gather_flags(SIGTERM.is_asked(self), self.device)))
 
     def leave_sigterm(self) -> None:
         """Restore the handler of SIGTERM from before this engine watched it. Not collective."""
-        SIGTERM.leave(self.hydra)
+        SIGTERM.leave(self)
 
     def _stop_if(self, is_asked: bool) -> None:
         if not is_asked:
@@ -681,7 +715,7 @@ class HydraEngine(CheckpointingEngine):
             if self.monitor.enabled and self.global_rank == 0:
                 self.monitor.write_events(metrics.monitor_events(num_samples))
 
-        self._last_metrics = self.hydra.report(
+        self._last_metrics = self.reporter.report(
             planned,
             outcomes,
             stamps,

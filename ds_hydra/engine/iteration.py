@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.losses.loss import WEIGHT, SequenceLoss
@@ -21,8 +22,21 @@ from ds_hydra.engine.losses.objective import (
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.agreement import on_all_ranks, raise_together, run_together
+from ds_hydra.engine.ranks.agreement import (
+    check_alike,
+    gather_by_hosts,
+    gather_rows,
+    on_all_ranks,
+    raise_together,
+    run_together,
+)
 from ds_hydra.engine.ranks.memory import to_device
+from ds_hydra.engine.ranks.settings import (
+    SAME_TO,
+    digest_of_numbers,
+    numbers_in,
+    settings_of_groups,
+)
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
@@ -147,6 +161,58 @@ class Outcomes:
         if isinstance(objective, WeightedObjective):
             return objective.value + self.balance_loss
         return loss_sum / objective.normaliser + self.balance_loss
+
+
+def gather_outcomes(
+    propagator: Propagator,
+    outcome: RankOutcome,
+    squares: Tensor | None = None,
+    groups: Sequence[Mapping[str, Any]] = (),
+    *,
+    is_stop_requested: bool = False,
+) -> Outcomes:
+    """Gather what all ranks report, in rank order, on every rank; the one time in an iteration that
+    the host waits for the device. Collective over all ranks.
+
+    `squares` are those of this rank's gradients where it trains, with the `groups` of its
+    optimizer. Raises, on all ranks, the error of a given loss on one of them, and PlanMismatchError
+    where numbers of groups differ.
+    """
+    problem, device = propagator.problem, propagator.device
+    settings = dict(numbers_in(settings_of_groups(groups), "optimizer.param_groups"))
+    trains, has_streams = squares is not None, propagator.clock.has_streams
+    if squares is None:
+        squares = torch.zeros(0, dtype=torch.float64, device=device)
+    mine_N = RankReport.row_of(
+        outcome,
+        squares,
+        has_problem=problem is not None,
+        is_stop_requested=is_stop_requested,
+        settings=digest_of_numbers(settings.items()) if groups else 0.0,
+        times=outcome.times().to_row() if trains and not has_streams else (),
+    )
+    rows = gather_rows(mine_N)
+    balance, read = propagator.stage_model.balance, [rows]
+    if trains and balance.layers:
+        dist.all_reduce(balance.counts_LE)
+        read.append(balance.counts_LE.double())
+    told = torch.cat([x.flatten() for x in read]).cpu()
+    table, counts = told[: rows.numel()].view_as(rows), told[rows.numel() :]
+    ranks = [RankReport.from_row(row, len(squares)) for row in table.tolist()]
+    if any(rank.has_problem for rank in ranks):
+        raise_together(problem, device)
+    if len({rank.settings for rank in ranks}) > 1:
+        check_alike(settings, device, rel_tol=SAME_TO)
+    positions = [-1]
+    if not all(math.isfinite(rank.loss_sum) for rank in ranks):
+        mine = torch.tensor([outcome.find_nonfinite()])
+        positions = gather_by_hosts(mine, device).flatten().tolist()
+    return Outcomes(
+        own=outcome,
+        ranks=ranks,
+        nonfinite_position=next((p for p in positions if p >= 0), -1),
+        expert_tokens_LE=counts.view_as(balance.counts_LE).long() if len(read) > 1 else None,
+    )
 
 
 def score(

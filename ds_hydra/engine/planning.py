@@ -59,6 +59,8 @@ predicted), masks and "attention_mask" (see sampler/data/examples.py).
 """
 
 
+_STATE_SCHEMA = "ds_hydra.state/1"
+
 _FIRST_DEADLINE_S = 600.0
 """Seconds for the first plan, which may wait for compilation. A planning process that hangs is not
 waited for for ever.
@@ -380,24 +382,47 @@ class IterationSource:
         self._prefetcher.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Cost model, and position in the data, for a checkpoint; not collective."""
-        if self.sampler is None:
-            return self.candidates.state_dict()
-        state = self.sampler.state_dict(self._next_iteration)
-        if given := self._after_given():
-            state["given"] = asdict(given)
-        return self.candidates.state_dict() | {"sampler": state}
+        """State for a checkpoint: cost model, position in the data, and the configuration of both;
+        not collective.
+        """
+        state: dict[str, Any] = {
+            "schema": _STATE_SCHEMA,
+            "num_ranks": self._propagator.num_ranks,
+            "seed": self._config.seed,
+            "config": self._config.model_dump(mode="json"),
+            "config_digest": self._config.digest,
+            **self.candidates.state_dict(),
+        }
+        if self.sampler is not None:
+            position = state["sampler"] = self.sampler.state_dict(self._next_iteration)
+            if given := self._after_given():
+                position["given"] = asdict(given)
+        return state
 
     def load_state_dict(
         self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
     ) -> None:
-        """Continue the global batches where `state` was taken; without `position`, or where `state`
-        has none, the data from its beginning, as `iteration` and those after it.
+        """Continue the global batches where `state` was taken, with the plans that would have been
+        made; without `position`, or where `state` has none, the data from its beginning, as
+        `iteration` and those after it.
         """
+        self._warn_of_changes(state)
         self.close_feed()
         self._loaded_position = state.get("sampler") if position else None, iteration, position
         self._take_position()
         self.candidates.load_state_dict(state)
+
+    def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
+        digest = self._config.digest
+        if self._propagator.rank != 0 or state.get("config_digest", digest) == digest:
+            return
+        saved, now = state.get("config", {}), self._config.model_dump(mode="json")
+        changes = [
+            f"hydra.{key} was {saved.get(key)!r}, now {now.get(key)!r}"
+            for key in sorted(now.keys() | saved.keys())
+            if saved.get(key) != now.get(key)
+        ]
+        logger.warning("resumed with another configuration: %s", "; ".join(changes))
 
     def close(self) -> None:
         """Stop planning and fetching ahead. Safe to call twice; not collective."""

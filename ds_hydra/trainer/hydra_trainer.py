@@ -194,7 +194,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         return epoch, 0 if self.args.ignore_data_skip else into
 
     def _attach_data(self) -> None:
-        self.engine.hydra.source.attach(self._train_tokens)
+        self.engine.source.attach(self._train_tokens)
 
     def _prepare_for_training(
         self, max_steps: int, loader: DataLoader, resume_from_checkpoint: str | None
@@ -210,14 +210,14 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         prepared = super()._prepare_for_training(max_steps, loader, resume_from_checkpoint)
         if resume_from_checkpoint is not None and self.args.max_steps < 0:
             self._check_what_is_left(max_steps)
-        self.engine.hydra.source.start()
+        self.engine.source.start()
         return prepared
 
     def _check_what_is_left(self, max_steps: int) -> None:
         """Raise HydraConfigError where the iterations of `num_train_epochs`, less those that the
         checkpoint counts, are not those that are left of the data.
         """
-        sampler = self.engine.hydra.source.sampler
+        sampler = self.engine.source.sampler
         assert sampler is not None, "data was attached"
         done, num_epochs = self.state.global_step, self.args.num_train_epochs
         left = self._epochs.iterations_from(sampler.state, num_epochs)

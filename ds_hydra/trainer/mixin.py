@@ -507,7 +507,7 @@ class EngineMixin:
         exact = self._trained.num_sequences * max(self.state.max_steps, 1) / max(steps, 1)
         output = super()._finalize_training(trial, exact, start_time)
         self.engine.on_sigterm = None
-        self.engine.hydra.source.close_feed()
+        self.engine.source.close_feed()
         return output
 
     # ---- Checkpoints
@@ -611,7 +611,7 @@ class EngineMixin:
         where they are not counted.
         """
         plan = self.engine.last_plan
-        flops = self.engine.hydra.flops.of(plan.lengths) / plan.num_devices
+        flops = self.engine.reporter.flops.of(plan.lengths) / plan.num_devices
         return 0.0 if math.isnan(flops) else flops
 
     def store_flos(self) -> None:

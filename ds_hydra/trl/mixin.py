@@ -117,7 +117,7 @@ class ReferenceMixin(EngineMixin):
     def _prepare_inputs(self, inputs: Inputs) -> Inputs:
         for engine in (self.engine, getattr(self, "ref_model", None)):
             if engine is not None:  # policies are what was sampled from
-                engine.hydra.propagator.temperature = getattr(self, "temperature", None) or 1.0
+                engine.propagator.temperature = getattr(self, "temperature", None) or 1.0
         inputs = super()._prepare_inputs(inputs)
         if not isinstance(self, DPOTrainer):
             return inputs

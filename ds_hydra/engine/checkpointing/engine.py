@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing import files
 from ds_hydra.engine.checkpointing.beside import HostCopies, SavingBeside
 from ds_hydra.engine.checkpointing.reshard import (
@@ -32,7 +33,9 @@ from ds_hydra.engine.ranks.watchdog import call_together, watch
 from ds_hydra.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.runtime import HydraRuntime
+    from ds_hydra.engine.planning import IterationSource
+    from ds_hydra.engine.propagation import Propagator
+    from ds_hydra.engine.reporting import IterationReporter
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +61,13 @@ class CheckpointingEngine(DeepSpeedEngine):
     _beside: SavingBeside | None = None
     """The checkpoint that is written beside training, until all ranks know how that has ended."""
     _copies: HostCopies | None = None
-
-    @property
-    def hydra(self) -> HydraRuntime:
-        """The collaborator whose state goes into the checkpoint beside DeepSpeed's own."""
-        raise NotImplementedError
+    source: IterationSource
+    """Source of iterations, whose state goes into a checkpoint beside DeepSpeed's own."""
+    propagator: Propagator
+    """Runs their plans on this rank."""
+    reporter: IterationReporter
+    """Reports what they did."""
+    _hydra_config: HydraConfig
 
     def save_checkpoint(
         self,
@@ -86,10 +91,11 @@ class CheckpointingEngine(DeepSpeedEngine):
             call_together("save_checkpoint()", self.device)
             self._settle_saving(waits=True)
             self._together(lambda: files.check_client_state(client_state or {}))
-            is_beside = self.hydra.config.checkpoint.asynchronous
+            is_beside = self._hydra_config.checkpoint.asynchronous
             tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
             saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
-            state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
+            self.reporter.finish()
+            state = {**(client_state or {}), _CLIENT_STATE_KEY: self.source.state_dict()}
             # Not by LOCAL_RANK: a launcher may give all ranks of a host 0, and a device each
             sharing = self._ranks_sharing_a_folder()
             commits = self.global_rank == sharing[0]
@@ -167,7 +173,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _find_copies(self) -> HostCopies:
         """The memory for copies of this rank's states."""
         if self._copies is None:
-            beside = self.hydra.propagator.hosts.ranks_beside(self.global_rank)
+            beside = self.propagator.hosts.ranks_beside(self.global_rank)
             self._copies = HostCopies(self.device, len(beside))
         return self._copies
 
@@ -175,7 +181,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         """Allocate memory for the first checkpoint's copies, which takes several times as long as
         they do, beside training. Not collective.
         """
-        if self._copies is None and self.hydra.config.checkpoint.asynchronous:
+        if self._copies is None and self._hydra_config.checkpoint.asynchronous:
             of_params = self.optimizer.optimizer.state.values()
             states = (value for state in of_params for value in state.values())
             tensors = [value for value in states if isinstance(value, Tensor)]
@@ -207,7 +213,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _ranks_sharing_a_folder(self) -> Sequence[int]:
         """All ranks, those of this host where each has storage of its own."""
         if self.use_node_local_storage():
-            return self.hydra.propagator.hosts.ranks_beside(self.global_rank)
+            return self.propagator.hosts.ranks_beside(self.global_rank)
         return range(self.world_size)
 
     def load_checkpoint(
@@ -293,7 +299,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                     "after loading"
                 )
             if not load_module_only:  # new data may start from another run's weights
-                self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
+                self.source.load_state_dict(state, self.global_steps, position=load_data_position)
             return path, client_state
 
     def _given_rates(self) -> list[float]:
