@@ -177,12 +177,14 @@ def test_bound_by_hand():
 
 
 def bound_of_gathered(lengths, **latency):
-    """The bound on four devices of gathered schemes, which hold 100 tokens a rank."""
+    """The bound on four devices of gathered schemes, which hold 100 tokens a rank, 400 where layers
+    are checkpointed.
+    """
     known = {Scheme.parse(text): model for text, model in latency.items()}
     scenario = SimpleNamespace(
         profile=SimpleNamespace(get_latency=known.__getitem__),
         num_devices=4,
-        max_len_tokens=lambda scheme: 100 * scheme.num_devices,
+        max_len_tokens=lambda scheme: (400 if scheme.ckpt else 100) * scheme.num_devices,
     )
     return perfect_balance_ms(scenario, make_batch(lengths), list(known))
 
@@ -206,6 +208,15 @@ def test_bound_counts_steps_that_memory_asks_for(number, bound_ms):
     """Four ranks hold 400 tokens. The fifth sequence needs a step more, and its constant."""
     found = bound_of_gathered([100] * number, **{"<1,1;gather>": model_of(1.0, 10.0)})
     assert found == pytest.approx(bound_ms, rel=2e-4)
+
+
+def test_bound_counts_steps_where_one_would_be_slow():
+    """One step has 1,200 tokens on checkpointing ranks alone, which take 8 ms for each. Others have
+    them in two or more, of 300 ms of traffic.
+    """
+    fast, slow = (model_of(linear_ms, traffic_ms=300.0) for linear_ms in (1.0, 8.0))
+    schemes = {"<1,1;gather>": fast, "<1,1;ckpt=4;gather>": slow}
+    assert bound_of_gathered([100] * 12, **schemes) == pytest.approx(600, rel=2e-4)
 
 
 def test_bound_knows_weights_that_stay_on_the_node():

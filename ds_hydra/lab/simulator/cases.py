@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cache
 from typing import Any
 
 from ds_hydra.configs import find_file, list_files
@@ -104,6 +105,7 @@ def load_case(name: str) -> Case:
     return _read_case(name, _read_group(group)[short])
 
 
+@cache
 def _read_group(group: str) -> Mapping[str, Mapping[str, Any]]:
     cases: Mapping[str, Mapping[str, Any]] = read_json_object(find_file("cases", group))["cases"]
     return cases
