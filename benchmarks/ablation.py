@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,8 +21,8 @@ import numpy as np
 
 from benchmarks.pages import put_section
 from ds_hydra.errors import HydraError
+from ds_hydra.lab.simulator import compare
 from ds_hydra.lab.simulator.cases import Workload, load_case
-from ds_hydra.lab.simulator.compare import compare
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.sampler.planner import candidate
 from ds_hydra.sampler.planner import iteration as planner
@@ -68,9 +67,9 @@ class Run(NamedTuple):
 
 def run(workload: Workload, settings: Settings, strategies: Sequence[Strategy]) -> Run | None:
     """Plan and simulate with `strategies` alone; None where a sequence does not fit."""
-    given = SimpleNamespace(planned={"ds_hydra": SimpleNamespace(strategies=tuple(strategies))})
     try:
-        found = compare(workload, settings, given).planned["ds_hydra"]  # type: ignore[arg-type]
+        with mock.patch.object(compare, "_propose", return_value=tuple(strategies)):
+            found = compare.compare(workload, settings).ours
     except HydraError:
         return None
     plans = tuple(plan.strategy for plan in found.plans)

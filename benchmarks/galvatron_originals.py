@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.lab.search.layer_dp import StageTables, search_layers
-from ds_hydra.lab.search.layers import LayerStrategy
+from ds_hydra.lab.search.layers import LayerStrategy, Paradigm
 
 CONTEXT_MB = 1024.0
 SLOWER = 1.1
@@ -28,6 +28,16 @@ UNSHARD_MS = 0.1
 
 Layout = tuple[int, int, bool, bool]
 """(TP, DP, whether TP groups are consecutive, whether states are sharded)."""
+
+
+def parse_strategy(text: str) -> LayerStrategy:
+    """The strategy that is written as `text`."""
+    pp, tp, dp, *again = text.split("-")
+    data = (Paradigm.SDP if "f" in dp else Paradigm.DP, int(dp.strip("f*")))
+    levels = [(Paradigm.TP, int(tp.strip("*"))), data]
+    if "*" in dp:
+        levels.reverse()
+    return LayerStrategy(int(pp), tuple(own for own in levels if own[1] > 1), bool(again))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +275,7 @@ class SeveralNodes(OriginalModel):
         if pp == 1:
             states, of_row = self.embedding["alone"]
             return CONTEXT_MB + states + of_row * rows
-        strategy = LayerStrategy.parse(f"{pp}-1-{self.num_devices // pp}")
+        strategy = parse_strategy(f"{pp}-1-{self.num_devices // pp}")
         chunks = min(self.micro_batches(strategy, batch), rows // 1)
         saved = self.chunk_saving_mb * rows * (1 - 1 / chunks)
         states, of_row = self.embedding["first"]

@@ -9,6 +9,7 @@ it is made of that. A fault that is not noticed is printed and makes the exit co
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -88,11 +89,17 @@ def read_mutants(text: str) -> Iterator[Mutant]:
 MUTANTS = tuple(read_mutants((Path(__file__).parent / "mutants.txt").read_text()))
 
 
+@functools.cache
+def texts_of(package: Path) -> dict[Path, str]:
+    """The files of a package as they are without a fault."""
+    return {path: path.read_text() for path in package.rglob("*.py")}
+
+
 def file_of(mutant: Mutant, package: Path = PACKAGE) -> Path:
     """The file of the package that the fault goes into, where its text occurs once; AssertionError
     without one.
     """
-    every = {path: path.read_text().count(mutant.old) for path in package.rglob("*.py")}
+    every = {path: text.count(mutant.old) for path, text in texts_of(package).items()}
     named = {p: n for p, n in every.items() if f"/{p.as_posix()}".endswith(f"/{mutant.file}")}
     for counts in (named, every):
         found = [path for path, count in counts.items() if count]

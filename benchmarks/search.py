@@ -22,6 +22,7 @@ from benchmarks.galvatron_originals import (
     SeveralNodes,
     activation_mb,
     later_repository_cases,
+    parse_strategy,
     rtx_titan,
 )
 from benchmarks.pages import table
@@ -33,19 +34,18 @@ from ds_hydra.lab.search import (
     layer_strategies,
 )
 from ds_hydra.lab.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.lab.search.layers import CostEstimator, LayerProfile, Paradigm
+from ds_hydra.lab.search.layers import CostEstimator, LayerProfile
 from tests.shared_data import shared_path
 
 
 def counts() -> dict[str, int]:
     """Sizes of the decision trees on 8 devices."""
-    dp, tp = Paradigm.DP, Paradigm.TP
-    ordered = layer_strategies(8, paradigms={dp, tp}, pipelines=False, checkpoints=False)
+    ordered = strategies_of_space("dp_tp6")
     return {
         "before Takeaway #3": len(layer_strategies(8, mixes_dp_and_sdp=True)),
         "after": len(layer_strategies(8)),
         "without checkpointing": len(layer_strategies(8, checkpoints=False)),
-        "DP+PP": len(layer_strategies(8, paradigms={dp}, checkpoints=False)),
+        "DP+PP": len(strategies_of_space("dp_pp4")),
         "DP+TP": len(ordered),
         "DP+TP unordered": len({(s.tp, s.dp) for s in ordered}),
         **later_releases()["counts"],
@@ -64,7 +64,7 @@ def strategies_of_space(space: str, num_devices: int = 8) -> list[LayerStrategy]
     full = layer_strategies(num_devices, checkpoints=False)
     single = {"DP": "1-1-8", "SDP": "1-1-8f", "TP": "1-8-1", "PP": "8-1-1"}
     if space in single:
-        return [LayerStrategy.parse(single[space])]
+        return [parse_strategy(single[space])]
     if space == "dp_tp6":
         return [s for s in full if s.pp == 1 and s.sdp == 1]
     if space == "dp_pp4":
@@ -142,7 +142,6 @@ def own_input(original: OriginalModel, *, gathers: bool = False) -> SearchInput:
                 weight_mb=timing["parameter_size"],
                 states_mb=4 * timing["parameter_size"],
                 activation_mb=kept,
-                boundary_mb=dict.fromkeys(kept, 0.0),
                 message_mb=activation_mb(layer, 1),
             )
         )
@@ -213,8 +212,7 @@ def read_stages(result: dict[str, Any]) -> list[list[LayerStrategy]]:
     """A published plan; one without `pp_division` is that of every stage."""
     stages = result["plan"] if result.get("pp_division") else [result["plan"]] * result["pp"]
     return [
-        [LayerStrategy.parse(name) for name, count in stage for _ in range(count)]
-        for stage in stages
+        [parse_strategy(name) for name, count in stage for _ in range(count)] for stage in stages
     ]
 
 
@@ -277,7 +275,6 @@ def search_seconds(num_layers: int = 96, memory_gb: float = 16) -> dict[str, flo
         weight_mb=100.0,
         states_mb=400.0,
         activation_mb=kept,
-        boundary_mb=dict.fromkeys(kept, 8.0),
         message_mb=8.0,
     )
     degrees = (1, 2, 4, 8)

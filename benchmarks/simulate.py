@@ -23,7 +23,7 @@ from benchmarks.pages import put_section
 from benchmarks.simulate_tables import HEADROOM, document, headroom, results
 from ds_hydra.lab.simulator.cases import list_cases, load_case
 from ds_hydra.lab.simulator.compare import compare
-from ds_hydra.lab.simulator.results import Planned, our_figure
+from ds_hydra.lab.simulator.results import Planned, published_beside_ours
 from ds_hydra.lab.simulator.scenario import Scenario, perfect_balance_ms
 from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.sampler.warm_up import warm_up
@@ -43,11 +43,7 @@ def simulate(name: str, iterations: int) -> dict[str, Any]:
         "bound_of_candidates_ms": bound_of_candidates_ms(found.ours, settings.scenario(workload)),
         "wall_s": time.perf_counter() - start,
         "cpu_s": time.process_time() - start_cpu,
-        "figure": case.figure,
-        "published": [
-            {"what": e.what, "paper": e.paper, "ours": our_figure(found, e.metric)}
-            for e in case.expected
-        ],
+        **published_beside_ours(case, found),
     }
 
 

@@ -12,7 +12,6 @@ from command_line import accepted, document_of, invoke, refused
 from flash_standin import installed
 from reference import make_profile
 
-from ds_hydra.commands.init import start_config
 from ds_hydra.configs import load_model_preset
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.engine.ranks.process import compiles_adam
@@ -134,7 +133,8 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**narrow, "num_hidden_layers": 32}))
     found = problems_of(changed(hydra={"strategies": ["2x<4,1>"]}), model=str(tmp_path))
     assert "TP 4 does not divide the model's 2 attention heads" in found[0]
-    report = report_on(BASE, model=str(tmp_path))
+    plain = changed(hydra={"planner": {"space": "plain"}})
+    report = report_on(plain, model=str(tmp_path))
     assert {row["scheme"][1] for row in report.schemes} <= {"1", "2"}
 
 
@@ -154,7 +154,7 @@ def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtyp
 
 def test_the_kernel_of_attention_is_named_and_why_faster_ones_are_not():
     def check(**hydra):
-        return report_on(changed(hydra=hydra), model="llama2_7b")
+        return report_on(changed(hydra={"profile": None, **hydra}), model="llama2_7b")
 
     with installed("flash_attention_2"):
         assumed = " ".join(check().assumed)
@@ -284,6 +284,7 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
     assert config["hydra"]["tokens_per_iteration"] == max(100_000 * devices // 64, 4 * 32768)
     assert problems_of(out, model=model, num_devices=devices) == []
     assert not compiles_adam(config)
+    assert config["hydra"]["compile_layers"] is True
     assert config["optimizer"]["params"]["fused"]
     reasons = (tmp_path / "ds_config.md").read_text()
     for key in ("hydra.context_length", "hydra.profile", "optimizer.params", "hydra.over_length"):
@@ -291,10 +292,10 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
     assert "--force" in refused(*request, "--context", 32768, "--out", out)
 
 
-@pytest.mark.parametrize("context", [4096, 131072])
-def test_init_without_a_shipped_profile_measures_at_the_start_and_recomputes_nothing(context):
+def test_init_without_a_shipped_profile_measures_at_the_start_and_recomputes_nothing():
+    """Schemes checkpoint as many layers as they need."""
     request = ("init", "--model", "llama2_7b", "--hardware", "h100", "--devices", 8)
-    started = accepted(*request, "--context", context)
+    started = accepted(*request, "--context", 131072)
     assert "activation_checkpointing" not in json.loads(started.stdout)["hydra"]
     assert "every start measures it" in started.stderr
 
@@ -353,30 +354,25 @@ def test_schemes_with_parts_are_checked_and_derived():
         assert words in problem
 
 
-def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
-    """Gathered layers, some of them checkpointed, are faster than TP across nodes."""
+def test_tp_groups_wider_than_a_node_are_pointed_out(tmp_path):
     config = {
         "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 16384, "intermediate_size": 53248,
         "vocab_size": 32000, "num_attention_heads": 128, "num_key_value_heads": 32,
         "max_position_embeddings": 131072,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    started, _ = start_config(str(tmp_path), "h100", 32, 131072, None)
-    assert "activation_checkpointing" not in started["hydra"]
-    assert started["hydra"]["compile_layers"] is True
-    hydra = {**started["hydra"], "planner": {"space": "plain"}}
-    report = report_on(
-        {**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"
-    )
+    hydra = {"profile": None, "context_length": 131072, "planner": {"space": "plain"}}
+    report = report_on(changed(hydra=hydra), model=str(tmp_path), num_devices=32, device="h100")
     (warning,) = [text for text in report.warnings if "TP groups" in text]
-    assert "only <16,1>, <16,2>, <32,1> fit hydra.context_length = 131072" in warning
+    assert "only <16,2>, <32,1> fit hydra.context_length = 131072" in warning
     assert "wider than a node of 8" in warning
 
 
 def test_what_could_not_be_judged_is_said_and_init_names_the_command_that_judges(tmp_path):
-    path = tmp_path / "ds_config.json"
-    sizes = ("--model", "qwen3_8b", "--devices", 8)
-    started = accepted("init", *sizes, "--hardware", "h100", "--context", 32768, "--out", path)
+    path, model = tmp_path / "ds_config.json", tmp_path / "config.json"
+    model.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
+    sizes = ("--model", model, "--devices", 2)
+    started = accepted("init", *sizes, "--hardware", "h100", "--context", 8192, "--out", path)
     (command,) = [line for line in started.stderr.splitlines() if line.startswith("check it: ")]
     unjudged = accepted("check", path, *sizes)
     assert "memory and time were not judged: give --hardware" in unjudged.stdout

@@ -3,7 +3,6 @@ import inspect
 import json
 
 import pytest
-from pydantic import BaseModel
 
 from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
 from ds_hydra.configs.ds_config import (
@@ -13,6 +12,7 @@ from ds_hydra.configs.ds_config import (
     WITHOUT_EFFECT,
     find_key,
 )
+from ds_hydra.configs.hydra_config import _SECTIONS
 from ds_hydra.errors import HydraConfigError
 
 SMALLEST = {"context_length": 4096, "tokens_per_iteration": 65536}
@@ -111,10 +111,10 @@ def test_a_path_may_begin_with_the_home_folder(key, monkeypatch):
     assert "no home folder ~nobody-at-all; write the whole path, or ./~nobody-at-all/a" in problem
 
 
-@pytest.mark.parametrize("section", [HydraConfig, PlannerConfig, ProfilingConfig])
-def test_every_field_says_what_it_is(section: type[BaseModel]):
-    for name, field in section.model_fields.items():
-        assert field.description, f"{section.__name__}.{name} has no sentence under it"
+def test_every_field_says_what_it_is():
+    for section in _SECTIONS.values():
+        for name, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{name} has no sentence under it"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,6 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ({"planner": {"solvr": 2}}, "hydra.planner.solvr is not a key; did you mean hydra.planner.solver?"),
         ({"num_workers": 2}, "hydra.num_workers is not a key here; write hydra.planner.num_workers"),
         ({"profiling": {"zzz": 2}}, "hydra.profiling.zzz is not a key; hydra.profiling has lengths, repeats"),
-        ({"seed": -1}, "hydra.seed is -1: it should be greater than or equal to 0"),
         ({"context_length": 1}, "hydra.context_length is 1: it should be greater than or equal to 2"),
         ({"context_length": "4096"}, 'hydra.context_length is "4096": it should be a valid integer'),
         ({"context_length": True}, "hydra.context_length is true: it should be a valid integer"),
@@ -133,22 +132,15 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ({"shuffle": 1}, "hydra.shuffle is 1: it should be a valid boolean"),
         ({"strategies": "4x<1,1>"}, 'hydra.strategies is "4x<1,1>": write ["4x<1,1>"]'),
         ({"strategies": []}, "hydra.strategies is []: wanted a list such as"),
-        ({"strategies": [4]}, "hydra.strategies is [4]: wanted a list such as"),
-        (
-            {"planner": {"solver": "gurobi"}},
-            "hydra.planner.solver is \"gurobi\": it should be 'cbc', 'highs' or 'none'",
-        ),
         ({"planner": []}, "hydra.planner is []: it should be an object"),
         (
             {"profiling": {"lengths": [8, 8, 8]}},
             "hydra.profiling.lengths is [8, 8, 8]: wanted three different lengths of 2 tokens or more",
         ),
         ({"planner": {"space": "wide"}}, 'hydra.planner.space is "wide": it is called "full" now'),
-        ({"planner": {"refit": "on"}}, 'hydra.planner.refit is "on"'),
         ({"attention": "flash_attention"}, "hydra.attention is \"flash_attention\": 'flash_attention' is no kernel"),
         ({"float8_exclude": "gate"}, 'hydra.float8_exclude is "gate": write a list: ["gate"]'),
         ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
-        ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
         ({"planner": {"num_workers": "auto"}}, 'hydra.planner.num_workers is "auto", which the Trainer'),
     ],
 )  # fmt: skip
@@ -213,12 +205,10 @@ def test_an_explicit_null_is_silence():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("train_micro_batch_size_per_gpu", 4),
         ("train_micro_batch_size_per_gpu", "auto"),
         ("data_types.grad_accum_dtype", "bf16"),
         ("zero_optimization.stage3_param_persistence_threshold", 100),
         ("zero_optimization.contiguous_gradients", True),
-        ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
     ],
 )
 def test_what_the_user_said_stays(key, value):
@@ -238,11 +228,8 @@ def test_other_spellings_of_a_key_are_not_silence(fill_in):
     [
         ("zero_optimisation", "zero_optimization"),
         ("Zero-Optimization", "zero_optimization"),
-        ("optimiser", "optimizer"),
         ("gradient_accumulation_step", "gradient_accumulation_steps"),
-        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
         ("bf_16", "bf16"),
-        ("Hydra", "hydra"),
         ("hydr", "hydra"),
     ],
 )
@@ -265,9 +252,7 @@ def test_sections_of_other_names_and_other_values_are_told_at_once():
     ("section", "key", "hint"),
     [
         ("optimizer", "param", 'did you mean "params"?'),
-        ("optimizer", "Type", 'did you mean "type"?'),
         ("optimizer", "lr", 'write it into "optimizer.params"'),
-        ("scheduler", "parms", 'did you mean "params"?'),
         ("scheduler", "warmup_num_steps", 'write it into "scheduler.params"'),
     ],
 )
@@ -286,11 +271,9 @@ def test_what_deepspeed_does_not_read_of_a_section_is_an_error(section, key, hin
         ("gradient_clipping", True, "is True, expected a number; write it without quotes"),
         ("gradient_clipping", -1.0, "gradient_clipping is -1.0, expected 0 or more"),
         ("steps_per_print", "10", "is '10', expected a number; write it without quotes"),
-        ("steps_per_print", False, "is False, expected a number; write it without quotes"),
         ("checkpoint.use_node_local_storage", "no", 'storage is "no", expected true or false'),
         ("zero_allow_untested_optimizer", "false", 'is "false", expected true or false'),
         ("torch_autocast", True, "torch_autocast is true, expected an object: {...}"),
-        ("data_types", "fp32", 'data_types is "fp32", expected an object: {...}'),
         ("zero_optimization", [3], "zero_optimization is [3], expected an object: {...}"),
         ("bfloat16.enabled", "true", 'bf16.enabled is "true", expected true or false'),
         ("hydra.profiling.lengths", [8, 16, 8192], "up to hydra.context_length, 4096"),
@@ -343,7 +326,6 @@ def built_by(name, *, sections=None, key="optimizer", **params):
         (built_by("SGD"), "set zero_allow_untested_optimizer to true"),
         (built_by("LBFGS"), "computes the loss several times"),
         (built_by("AdamWW"), "'AdamWW', which neither DeepSpeed nor torch.optim has; did you mean 'adamw'?"),
-        (built_by("AdamW", weight_decy=0.1), "params.weight_decy is not a parameter of AdamW; did you mean 'weight"),
         (built_by("sgd"), "did you mean 'SGD'?"),
         ({"scheduler": {"type": "WarmupLR"}}, "expected {\"type\": \"WarmupLR\", \"params\": {"),
         (built_by("Optimizer"), "neither DeepSpeed nor torch.optim has"),
@@ -480,9 +462,7 @@ def test_what_is_no_configuration_is_refused():
     "changes",
     [
         {},
-        {"train_batch_size": 512},
         {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 512},
-        {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
         {"fp16": {"enabled": True}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import make_profile
 
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.events import PipelineWork, simulate_iteration, simulate_plan
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner.iteration import plan_iteration
@@ -167,11 +166,3 @@ def test_an_iteration_without_micro_batches():
         simulation = simulate_one(work, links=LINKS, overlap=overlap)
         assert simulation.iteration_ms == 12 + 24 + 5
         assert (simulation.bubble, simulation.imbalance) == (0.0, 0.0)
-
-
-def test_times_of_another_shape_are_refused():
-    with pytest.raises(HydraConfigError, match=r"expected \[stages, micro-batches\] = \(2, 1\)"):
-        PipelineWork(
-            scheme=Scheme(1, 2), ranks=(0, 1), forward_ms=np.ones((1, 1)), backward_ms=np.ones((2, 1)),
-            hop_ms=np.zeros(1),
-        )  # fmt: skip

@@ -40,9 +40,9 @@ def plan_of(iteration, corrections=NO_CORRECTIONS):
     return plan(make_batch(lengths, iteration), corrections=corrections)
 
 
-def make_tracker(state=None, *, profile=PROFILE, strategies=STRATEGIES, **changes):
-    planner = PlannerConfig(**changes)
-    return LatencyTracker(profile, strategies, planner, PlannerSettings(), StragglerFinder(), state)
+def make_tracker(state=None, *, profile=PROFILE, strategies=STRATEGIES, is_late=False, **changes):
+    known = PlannerConfig(**changes), PlannerSettings(), StragglerFinder(), state
+    return LatencyTracker(profile, strategies, *known, is_late=is_late)
 
 
 def train(tracker, iterations, slowdown=2.0):
@@ -91,14 +91,17 @@ def test_a_scheme_whose_time_is_constant_is_learned():
     assert tracker.corrections_now(STRATEGIES).factors[Scheme(2, 1)] == pytest.approx(3.0, rel=0.1)
 
 
-def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
-    tracker = make_tracker()
+@pytest.mark.parametrize("is_late", [False, True])
+def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet(is_late):
+    tracker = make_tracker(is_late=is_late)
     used = train(tracker, range(24))
-    # Four are always planned ahead, and the first iteration of a run tells nothing.
-    assert used[:5] == [NO_CORRECTIONS] * 5
-    assert all(used[i] != used[i - 1] for i in range(5, 24))
+    # Four are always planned ahead, a fifth where times are read during the next iteration, and the
+    # first iteration of a run tells nothing.
+    first = 5 + is_late
+    assert used[:first] == [NO_CORRECTIONS] * first
+    assert all(used[i] != used[i - 1] for i in range(first, 24))
     assert plan_of(23, used[23]).makespan_ms == pytest.approx(2 * plan_of(23).makespan_ms, rel=0.03)
-    assert len(tracker._schedule) <= 5
+    assert len(tracker._schedule) <= first
 
 
 @pytest.mark.parametrize("stop", [1, 3, 4, 8])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import accepted, document_of, refused
+from command_line import accepted, refused
 from run_folders import (
     NUM_RANKS,
     learn_from,
@@ -84,17 +84,18 @@ def damage(folder, **files):
 def test_a_run_without_a_part_has_a_report_that_says_so(run_dir, tmp_path, files, note):
     folder = shutil.copytree(run_dir, tmp_path / "damaged")
     damage(folder, **files)
-    result = accepted("report", folder)
-    assert note in result.stderr
-    assert "14 iterations" in result.stdout
+    run = load_run(folder)
+    assert any(note in told for told in run.notes)
+    assert "14 iterations" in str(run.summary)
 
 
 def test_a_run_with_metrics_only_has_a_report(tmp_path):
     folder = write_run(
         tmp_path / "old", [make_record(0, "2x<1,1>", loss=3.0)], tail='{"iteration": 1, "lo'
     )
-    document = document_of("report", folder, "--json")
-    (run,) = document["runs"]
+    result = accepted("report", folder, "--json")
+    assert "old: No trace.jsonl in the folder" in result.stderr
+    (run,) = json.loads(result.stdout)["runs"]
     assert (run["num_iterations"], run["bubble"], run["peak_bytes"]) == (1, None, [])
     assert (run["num_ranks"], len(run["notes"])) == (2, 1)
     assert Path(run["picture"]).stat().st_size > 10_000
@@ -129,10 +130,11 @@ def test_a_loss_that_is_no_number(run_dir, tmp_path):
     for line in lines[6:]:
         line["loss"] = None
     (folder / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    document = describe_runs([load_run(folder)])
+    run = load_run(folder)
+    document = describe_runs([run])
     assert document["runs"][0]["last_loss"] is None
     json.dumps(document, allow_nan=False)
-    assert "-> nan" in accepted("report", folder).stdout
+    assert "-> nan" in str(run.summary)
 
 
 def test_a_run_of_another_format_is_refused_by_name(tmp_path):
@@ -150,6 +152,8 @@ def test_two_runs_follow_each_other(run_dir, tmp_path):
     assert "name a folder with --out" in said
     folder = shutil.copytree(run_dir, tmp_path / "other")
     printed = accepted("report", run_dir, folder).stdout
+    assert "learned   " not in printed
+    assert "the profile alone by" not in printed
     first, second = printed.split("\n\nrun other\n")
     assert first.startswith("run full\n")
     assert str(folder / "report.png") in second
@@ -261,9 +265,6 @@ def test_tokens_of_experts_are_read_where_there_are_experts(tmp_path):
 
 def test_what_was_learned_is_told_where_something_was(tmp_path):
     folder = write_run_folder(tmp_path / "run", 14)
-    printed = accepted("report", folder).stdout
-    assert "learned   " not in printed
-    assert "the profile alone by" not in printed
     learn_from(folder)
     run = load_run(folder)
     printed = accepted("report", folder).stdout

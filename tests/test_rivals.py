@@ -25,6 +25,8 @@ from ds_hydra.lab.simulator.systems import (
     megatron_choices,
 )
 from ds_hydra.lab.simulator.ulysses import (
+    LAYER_INPUT_BYTES,
+    _rank_bytes,
     balanced_ulysses,
     packed_zero3,
     rank_tokens,
@@ -91,7 +93,7 @@ def test_mixed_groups_find_the_best_of_small_steps():
     """Against every cut and every placement of sequences in its groups."""
     rng = np.random.default_rng(0)
     sizes, max_len, constants = (1, 2, 4), np.array([60, 120, 240]), np.array([2.0, 3.0, 4.0])
-    for _ in range(20):
+    for _ in range(10):
         lengths = np.sort(rng.integers(5, 55, 5))[::-1].copy()
         table = np.array([(1e-2 * lengths**2 + lengths) / size for size in sizes])
         found, group_of = np.zeros(2), np.zeros(5, dtype=np.int64)
@@ -325,6 +327,10 @@ def test_some_layers_are_computed_again():
     again_ms = [*(times[0] - attention_ms for _ in PARTIAL[:-1]), times[0]]
     wanted = [times[0] + share / 3 * more for share, more in zip(PARTIAL, again_ms)]
     assert times == pytest.approx(wanted)
+    _, each = _rank_bytes(scenario, 1.0, exchanges=False)
+    memory = scenario.profile.memory
+    # One layer is whole in backward, of four 2 bytes are kept
+    assert each == memory.hidden_size * (memory.activation_bytes[1] + 4 * LAYER_INPUT_BYTES)
     held = [g.max_len for g in groups]
     assert held[1:] == sorted(held[1:])
     assert held[0] < held[-1]

@@ -8,10 +8,11 @@ import re
 import sys
 
 import pytest
-from command_line import accepted, document_of, invoke, refused
+from command_line import accepted, document_of, invoke
 from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 
 from ds_hydra.cli import main
+from ds_hydra.lab.commands.simulate import describe_simulation
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, schemes_of
 
@@ -37,6 +38,9 @@ def test_one_document_on_stdout_and_the_same_in_the_file(files):
     result = accepted("simulate", *arguments(files), *options)
     document = json.loads(result.stdout)
     assert document == json.loads(out.read_text())
+    text = describe_simulation(document)
+    for part in ("above the perfect-balance bound", "Megatron-LM, tuned", "speed-up"):
+        assert part in text
     assert document["schema"] == "ds_hydra.simulation/1"
     assert document["systems"][0]["name"] == "ds_hydra"
     assert "communication counts nothing" in result.stderr
@@ -103,24 +107,9 @@ def test_ds_hydra_runs_what_the_engine_runs_of_a_model(files):
     assert {scheme.tp for scheme in schemes_of(chosen)} == {1}
 
 
-def test_text_has_bound_and_speedups(files):
-    result = accepted("simulate", *arguments(files))
-    for text in (
-        "above the perfect-balance bound",
-        "Megatron-LM, tuned",
-        "speed-up",
-    ):
-        assert text in result.stdout
-
-
 def test_list_cases():
     assert "paper/link-overhead" in invoke("simulate", "--list-cases").stdout.split()
     assert "paper/case-study" in document_of("simulate", "--list-cases", "--json")["cases"]
-
-
-def test_a_case_and_sizes_beside_it_are_refused(files):
-    said = refused("simulate", *arguments(files), "--case", "paper/case-study")
-    assert "leave those options out" in said
 
 
 def test_ds_hydra_alone_and_beside_named_systems(files):

@@ -30,7 +30,7 @@ LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
 def comparison():
     workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
     systems = ("plain", "deepspeed", "two_stage")
-    return compare(workload, Settings(iterations=12, systems=systems))
+    return compare(workload, Settings(iterations=6, systems=systems))
 
 
 def derived(profile, cluster):
@@ -105,7 +105,7 @@ def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
 def test_other_systems_do_not_see_the_extended_space(comparison):
     alone = compare(
         comparison.workload,
-        Settings(iterations=12, systems=("deepspeed", "two_stage"), space="plain"),
+        Settings(iterations=6, systems=("deepspeed", "two_stage"), space="plain"),
     )
     for name in ("deepspeed", "two_stage"):
         np.testing.assert_array_equal(
@@ -131,6 +131,7 @@ def candidates_of_the_engine(workload, cluster, seed=0):
         tokens_per_iteration=workload.tokens_per_iteration,
         space="full",
         cluster=cluster,
+        num_batches=4,
         seed=seed,
     )
     return decide_candidates(with_engine_layers(workload.profile), workload.histogram, settings)
@@ -139,7 +140,7 @@ def candidates_of_the_engine(workload, cluster, seed=0):
 def test_simulated_candidates_are_those_of_the_engine():
     workload = load_case("paper/commoncrawl-7b-8gpu-f1").workload
     cluster = find_cluster(workload.profile, workload.num_devices)
-    simulated = Settings(iterations=1, systems=())
+    simulated = Settings(iterations=1, systems=(), num_proposal_batches=4)
     planned = compare(workload.linked_by(cluster), simulated).planned["ds_hydra"]
     found = candidates_of_the_engine(workload, cluster, simulated.seed + 1)
     assert planned.strategies == found.strategies
@@ -183,7 +184,7 @@ def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
     systems = ("deepspeed", "deepspeed_balanced", "deepspeed_degrees")
     found = compare(
         workload.linked_by(find_cluster(workload.profile, workload.num_devices)),
-        Settings(iterations=4, systems=systems, space="plain"),
+        Settings(iterations=2, systems=systems, space="plain"),
     )
     first_fit, by_time, any_degree = (found.get(name).iteration_ms for name in systems)
     assert (by_time < first_fit).all()

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from errno import EISDIR
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,9 +62,9 @@ _HEAVY = (
 DType = Literal["bf16", "fp16", "fp32"]
 
 
-MAKES_THE_MODEL = "for the model's layers are made by the classes of transformers, without weights"
 READS_LIKE_DEEPSPEED = (
-    f"for DeepSpeed itself reads its part of the configuration, and {MAKES_THE_MODEL[4:]}"
+    "for DeepSpeed itself reads its part of the configuration, and the model's layers are made by the classes of "
+    "transformers, without weights"
 )
 """Reason that commands without ranks and without a GPU need torch."""
 WITHOUT_TORCH = "plan, lengths, propose, fit, simulate, search, report"
@@ -195,8 +194,6 @@ def write_document(document: Mapping[str, Any], out: Path | None) -> None:
     if out is None:
         return
     try:
-        if out.is_dir():
-            raise IsADirectoryError(EISDIR, "it is a folder; name a file")
         write_whole(out, [json_text(document) + "\n"])
     except OSError as error:
         raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
@@ -217,16 +214,14 @@ def stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def check_folder(out: Path | None, option: str = "--out") -> None:
-    """Raise HydraConfigError where the file `out` of `option`, if there is one, has no folder to be
-    in.
-    """
+def check_folder(out: Path | None) -> None:
+    """Raise HydraConfigError where the file `--out`, if there is one, has no folder to be in."""
     if out is not None and not out.absolute().parent.is_dir():
         raise HydraConfigError(
-            f"{option} is {out}, whose folder does not exist; create it or name another one"
+            f"--out is {out}, whose folder does not exist; create it or name another one"
         )
     if out is not None and out.is_dir():
-        raise HydraConfigError(f"{option} is {out}, which is a folder; name a file")
+        raise HydraConfigError(f"--out is {out}, which is a folder; name a file")
 
 
 def leave_ranks() -> int:

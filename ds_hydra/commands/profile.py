@@ -128,15 +128,13 @@ def profile(
         # After all that can be checked without them: the imports take seconds.
         from ds_hydra.engine.profiling.profile_run import ProfileRequest
 
-        request = ProfileRequest(
-            model=model,
-            config=config,
-            dtype=dtype,
-            **degrees,
-        )
-        document, is_first_rank = _measure(request, out)
-    if is_first_rank:
-        common.print_json(document) if as_json else print(_describe(document, request), flush=True)
+        request = ProfileRequest(model=model, config=config, dtype=dtype, **degrees)
+        document, num_devices = _measure(request, out)
+    if document is not None:
+        if as_json:
+            common.print_json(document)
+        else:
+            print(_describe(document, num_devices, context), flush=True)
     common.leave_ranks()
 
 
@@ -150,40 +148,28 @@ def _config(section: dict[str, Any]) -> HydraConfig:
     return HydraConfig.parse({**section, "tokens_per_iteration": context})
 
 
-def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any], bool]:
-    """The document, and whether this is rank 0, which writes it."""
+def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any] | None, int]:
+    """The document on rank 0, which writes it, None on other ranks; and the number of ranks."""
     import torch.distributed as dist
 
     from ds_hydra.engine.profiling.profile_run import join_ranks, run_profile
 
     device = join_ranks()
-    is_first_rank = dist.get_rank() == 0
+    num_devices = dist.get_world_size()
     document = run_profile(request, device)
-    if is_first_rank:
-        common.write_document(document, out)
-        _warn_of_context(document, request)
-    return document, is_first_rank
+    if dist.get_rank() != 0:
+        return None, num_devices
+    common.write_document(document, out)
+    _warn_of_context(document, num_devices, request.config.context_length)
+    return document, num_devices
 
 
-def _num_devices(request: ProfileRequest) -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size()
-
-
-def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
+def _warn_of_context(document: dict[str, Any], num_devices: int, context_length: int) -> None:
     """Say what would help where no scheme fits the context; the profile is as measured all the
     same.
     """
     try:
-        check_context(
-            World.of(
-                Profile.from_json(document),
-                None,
-                _num_devices(request),
-                request.config.context_length,
-            )
-        )
+        check_context(World.of(Profile.from_json(document), None, num_devices, context_length))
     except HydraConfigError as error:
         common.log(f"warning: {error}")
 
@@ -203,11 +189,9 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     return numbers
 
 
-def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
+def _describe(document: dict[str, Any], num_devices: int, context: int) -> str:
     """A table of the schemes."""
     known = Profile.from_json(document)
-    num_devices = _num_devices(request)
-    context = request.config.context_length
     width = max(8, *(len(str(scheme)) for scheme in known.latency))
     lines = [
         f"{known.name}, {num_devices} devices; {document['source']}",

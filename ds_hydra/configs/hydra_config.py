@@ -435,7 +435,7 @@ class HydraConfig(_Section):
             config = cls.model_validate(plain)
         except ValidationError as error:
             for details in error.errors():
-                problems.setdefault(details["loc"], explain(details, _SECTIONS))
+                problems.setdefault(details["loc"], explain(details))
         if config is not None and max(config.profiling.lengths or (0,)) > config.context_length:
             problems["profiling", "lengths"] = (
                 f"is {list(config.profiling.lengths or ())}, expected lengths up to hydra.context_length, "
@@ -455,22 +455,20 @@ class HydraConfig(_Section):
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-_SECTIONS: dict[Location, type[BaseModel]] = {
+_SECTIONS: Mapping[Location, type[BaseModel]] = {
     (): HydraConfig,
-    ("link",): LinkConfig,
-    ("planner",): PlannerConfig,
-    ("profiling",): ProfilingConfig,
-    ("faults",): FaultsConfig,
-    ("checkpoint",): CheckpointConfig,
+    **{
+        (name,): type(field.default)
+        for name, field in HydraConfig.model_fields.items()
+        if isinstance(field.default, _Section)
+    },
 }
-
+"""The models of the section and of those in it, by where they are."""
 
 SMALLEST_SECTION = '"hydra": {"context_length": 4096, "tokens_per_iteration": 65536}'
 """Example that errors show where they have to say how a section looks."""
 
 Location: TypeAlias = tuple[int | str, ...]
-Sections: TypeAlias = Mapping[Location, type[BaseModel]]
-"""The models of the section and of those in it, by where they are."""
 
 REMOVED = (
     *each(
@@ -519,11 +517,11 @@ def find_auto(section: Mapping[Any, Any], location: Location = ()) -> Iterator[L
             yield (*location, key)
 
 
-def explain(details: ErrorDetails, sections: Sections) -> str:
+def explain(details: ErrorDetails) -> str:
     """Describe the error at one location, and a right value."""
     location = details["loc"]
     if details["type"] == "extra_forbidden":
-        return _explain_unknown(location, sections)
+        return _explain_unknown(location)
     if details["type"] == "missing":
         return f"is missing and has no default; the smallest section is {SMALLEST_SECTION}"
     renamed = _RENAMED.get(tuple(location), {}).get(
@@ -539,17 +537,17 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
     return f"is {show(details['input'])}: {wanted}"
 
 
-def _explain_unknown(location: Location, sections: Sections) -> str:
+def _explain_unknown(location: Location) -> str:
     """The nearest known key, or where the key belongs, or all keys of that section."""
     *path, key = location
     for row in REMOVED:
         if key == row.name.split(".")[-1]:
             return f"is no longer a key; {row.text}"
-    known = list(sections[tuple(path)].model_fields)
+    known = list(_SECTIONS[tuple(path)].model_fields)
     nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
     if nearest:
         return f"is not a key; did you mean {_dotted((*path, nearest[0]))}?"
-    for home, section in sections.items():
+    for home, section in _SECTIONS.items():
         if str(key) in section.model_fields:
             return f"is not a key here; write {_dotted((*home, key))}"
     return f"is not a key; {_dotted(path)} has {', '.join(known)}"

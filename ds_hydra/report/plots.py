@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -108,30 +108,13 @@ def paint_ranks(records: Sequence[IterationMetrics], colors: Colors) -> npt.NDAr
 
 def _frame_pipelines(axes: Axes, records: Sequence[IterationMetrics], num_ranks: int) -> None:
     for record in records:
-        left = record.iteration - 0.5
-        for pipeline in record.pipelines:
-            axes.add_patch(
-                Rectangle(
-                    (left, min(pipeline.ranks) - 0.5),
-                    1,
-                    len(pipeline.ranks),
-                    fill=False,
-                    edgecolor="white",
-                    linewidth=1.2,
-                )
-            )
-        for rank in _idle_ranks(record, num_ranks):
-            axes.add_patch(
-                Rectangle(
-                    (left, rank - 0.5),
-                    1,
-                    1,
-                    fill=False,
-                    edgecolor="#bbbbbb",
-                    linewidth=0,
-                    hatch="////",
-                )
-            )
+        busy: dict[str, Any] = {"edgecolor": "white", "linewidth": 1.2}
+        frames = [(min(p.ranks), len(p.ranks), busy) for p in record.pipelines]
+        idle: dict[str, Any] = {"edgecolor": "#bbbbbb", "linewidth": 0, "hatch": "////"}
+        frames += [(rank, 1, idle) for rank in _idle_ranks(record, num_ranks)]
+        for first, height, look in frames:
+            corner = (record.iteration - 0.5, first - 0.5)
+            axes.add_patch(Rectangle(corner, 1, height, fill=False, **look))
 
 
 def _idle_ranks(record: IterationMetrics, num_ranks: int) -> list[int]:
@@ -153,18 +136,12 @@ def _draw_times(axes: Axes, records: Sequence[IterationMetrics], colors: Colors)
             bars[pipeline.scheme].append((left, pipeline.measured_ms, width))
     for scheme, scheme_bars in bars.items():
         lefts, heights, widths = zip(*scheme_bars, strict=True)
+        color = colors[scheme]
         if is_long:
-            axes.plot(lefts, heights, ".", markersize=2, color=colors[scheme])
-            continue
-        axes.bar(
-            lefts,
-            heights,
-            widths,
-            align="edge",
-            color=colors[scheme],
-            edgecolor="white",
-            linewidth=0.4,
-        )
+            axes.plot(lefts, heights, ".", markersize=2, color=color)
+        else:
+            look: dict[str, Any] = {"color": color, "edgecolor": "white", "linewidth": 0.4}
+            axes.bar(lefts, heights, widths, align="edge", **look)
     iterations = np.array([r.iteration for r in records])
     predicted = axes.hlines(
         [r.predicted_ms for r in records],

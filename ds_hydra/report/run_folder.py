@@ -11,7 +11,13 @@ from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.metrics import RUN_FILE, TRACE_FILE, IterationMetrics
 from ds_hydra.records.timeline import Timeline
-from ds_hydra.report.run_report import RunSummary, describe_damage, read_metrics, summarize_records
+from ds_hydra.report.run_report import (
+    RunSummary,
+    describe_damage,
+    read_lines,
+    read_metrics,
+    summarize_records,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +105,11 @@ def _read_traces(path: Path, notes: list[str]) -> dict[int, Trace]:
             "No trace.jsonl in the folder (hydra.trace_every is 0): measured timelines are left out."
         )
         return {}
-    traces: dict[int, Trace] = {}
-    damaged: list[HydraConfigError] = []
     try:
-        for number, line in files.read_json_lines(path):
-            try:
-                if isinstance(line, HydraConfigError):
-                    raise line
-                trace = Trace.from_json(line, f"line {number}")
-                traces[trace.timeline.iteration] = trace
-            except HydraConfigError as error:
-                damaged.append(error)
+        traces, damaged = read_lines(path, Trace.from_json)
     except OSError as error:
         notes.append(f"{path.name} cannot be read ({error.strerror}).")
+        return {}
     if note := describe_damage(path.name, damaged):
         notes.append(note)
-    return traces
+    return {trace.timeline.iteration: trace for trace in traces}

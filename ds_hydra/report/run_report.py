@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, isnan, log, nan
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_hydra.configs import files
 from ds_hydra.errors import HydraConfigError
@@ -19,6 +19,8 @@ from ds_hydra.records.metrics import METRICS_FILE, IterationMetrics, describe_fl
 from ds_hydra.strategy import Scheme, Strategy
 
 logger = logging.getLogger(__name__)
+
+_Record = TypeVar("_Record")
 
 _BAR_CELLS = 10
 _MAX_LINES = 12
@@ -174,22 +176,17 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
     warning where nobody takes notes.
     """
     path = Path(run_dir) / METRICS_FILE
-    records: list[IterationMetrics] = []
-    damaged: list[HydraConfigError] = []
     try:
-        for number, line in files.read_json_lines(path):
-            try:
-                record = _read_line(line, f"{path}, line {number}")
-            except HydraConfigError as error:
-                damaged.append(error)
-            else:
-                while records and records[-1].iteration >= record.iteration:
-                    records.pop()
-                records.append(record)
+        lines, damaged = read_lines(path, _read_line)
     except OSError as error:
         raise HydraConfigError(
             f"cannot read {path}: {error.strerror}; a run writes it into its hydra.run_dir"
         ) from error
+    records: list[IterationMetrics] = []
+    for record in lines:
+        while records and records[-1].iteration >= record.iteration:
+            records.pop()
+        records.append(record)
     if not records:
         raise HydraConfigError(
             str(damaged[0]) if damaged else f"{path} is empty: no iteration was finished"
@@ -197,6 +194,24 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
     if note := describe_damage(METRICS_FILE, damaged):
         logger.warning(note) if notes is None else notes.append(note)
     return records
+
+
+def read_lines(
+    path: Path, read: Callable[[dict[str, Any], str], _Record]
+) -> tuple[list[_Record], list[HydraConfigError]]:
+    """Read each line of `path` by `read`, which is told its place, too. Returns what was read, and
+    the errors of damaged lines. Raises OSError.
+    """
+    found: list[_Record] = []
+    damaged: list[HydraConfigError] = []
+    for number, line in files.read_json_lines(path):
+        try:
+            if isinstance(line, HydraConfigError):
+                raise line
+            found.append(read(line, f"{path}, line {number}"))
+        except HydraConfigError as error:
+            damaged.append(error)
+    return found, damaged
 
 
 def describe_damage(name: str, damaged: Sequence[HydraConfigError]) -> str:
@@ -209,9 +224,7 @@ def describe_damage(name: str, damaged: Sequence[HydraConfigError]) -> str:
     )
 
 
-def _read_line(line: dict[str, Any] | HydraConfigError, place: str) -> IterationMetrics:
-    if isinstance(line, HydraConfigError):
-        raise line
+def _read_line(line: dict[str, Any], place: str) -> IterationMetrics:
     try:
         return IterationMetrics.from_json(line)
     except KeyError as error:

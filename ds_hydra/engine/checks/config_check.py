@@ -167,7 +167,6 @@ def check_config(request: CheckRequest) -> ConfigReport:
     return report
 
 
-@contextmanager
 def _check_deepspeed(
     request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
 ) -> None:
@@ -215,8 +214,12 @@ def _warnings_to(found: list[str]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """The run that is checked: its configuration and devices, and its model where one is named."""
+    """The run that is checked: its configuration and devices, and its model where one is named;
+    `report` is added to.
+    """
 
+    request: CheckRequest
+    report: ConfigReport
     hydra: HydraConfig
     num_devices: int
     given: Sequence[Strategy]
@@ -270,22 +273,28 @@ def _check_run(
     report.problems += _find_path_problems(hydra)
     given = () if hydra.strategies is None else load_strategies(hydra.strategies)
     report.num_devices = number = _count_devices(request, given, report)
-    dtype: torch.dtype = getattr(torch, dtype_name(ds_config))
-    model = None
+    run = _Run(
+        request=request,
+        report=report,
+        hydra=hydra,
+        num_devices=number,
+        given=given,
+        dtype=getattr(torch, dtype_name(ds_config)),
+    )
     if request.model is None:
         report.assumed.append(
             "the model can run every scheme (heads divide by TP, layers by PP); give --model to be sure"
         )
     else:
-        model = _build_model(request, ds_config, hydra, report, dtype)
-    run = _Run(hydra=hydra, num_devices=number, given=given, dtype=dtype, model=model)
-    _check_given(run, report)
-    profile = _find_profile(request, run, report)
+        offloads = offloads_optimizer(ds_config)
+        run = replace(run, model=_build_model(run, request.model, offloads_optimizer=offloads))
+    _check_given(run)
+    profile = _find_profile(run)
     if profile is not None:
-        _note_estimates(run, profile, report)
-        profile = _describe_memory(run, profile, report)
-    strategies, stay = _find_candidates(request, run, profile, report)
-    _check_communicators(run, [*strategies, *stay], report)
+        _note_estimates(run, profile)
+        profile = _describe_memory(run, profile)
+    strategies, stay = _find_candidates(run, profile)
+    _check_communicators(run, [*strategies, *stay])
     report.strategies = [str(strategy) for strategy in strategies]
 
 
@@ -316,74 +325,65 @@ def _count_devices(request: CheckRequest, given: Sequence[Strategy], report: Con
     return request.num_devices
 
 
-def _build_model(
-    request: CheckRequest,
-    ds_config: Mapping[str, Any],
-    hydra: HydraConfig,
-    report: ConfigReport,
-    dtype: torch.dtype,
-) -> StageModel:
+def _build_model(run: _Run, name: str, *, offloads_optimizer: bool) -> StageModel:
     """The named model without weights; notes what limits it."""
-    assert request.model is not None
-    config = load_model_config(request.model)
-    with making(request.model):
+    hydra, report, config = run.hydra, run.report, load_model_config(name)
+    with making(name):
         model = build_random_stage_model(
             config,
-            dtype=dtype,
+            dtype=run.dtype,
             device=torch.device("meta"),
-            num_ranks=report.num_devices,
+            num_ranks=run.num_devices,
             activation_checkpointing=hydra.activation_checkpointing,
             float8=hydra.float8,
             float8_exclude=hydra.float8_exclude,
-            offloads_optimizer=offloads_optimizer(ds_config),
+            offloads_optimizer=offloads_optimizer,
         )
     report.parameters = count_parameters(model).to_json()
     check_context(model.abilities, config, hydra.context_length)
-    if problem := find_softcap_problem(config, dtype):
+    if problem := find_softcap_problem(config, run.dtype):
         report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
-    elif request.device != "cpu":
-        _name_attention(config, dtype, hydra, report)
+    elif run.request.device != "cpu":
+        _name_attention(run, config)
     if note := find_unseen_positions(config, hydra.context_length):
         report.warnings.append(note)
     return model
 
 
-def _name_attention(
-    config: Any, dtype: torch.dtype, hydra: HydraConfig, report: ConfigReport
-) -> None:
+def _name_attention(run: _Run, config: Any) -> None:
     """Say which kernel the packages here would run attention by on a GPU, untried."""
-    asked = hydra.attention
+    asked, report = run.hydra.attention, run.report
     if is_of_hub(asked):
         report.assumed.append(f"hydra.attention: the hub has {asked} for the GPUs at hand")
         return
-    for demand in demands_of(config, dtype):
+    for demand in demands_of(config, run.dtype):
         try:
-            choice = choose(demand, request=asked, is_ordered=hydra.deterministic)
+            choice = choose(demand, request=asked, is_ordered=run.hydra.deterministic)
         except HydraConfigError as error:
             report.warnings.append(f"with the packages here: {error}")
         else:
             report.assumed.append(f"attention on GPUs, by the packages here: {choice.describe()}")
 
 
-def _check_given(run: _Run, report: ConfigReport) -> None:
+def _check_given(run: _Run) -> None:
     for scheme in sorted(schemes_of(run.given)):
         check_context_parallel(scheme, run.hydra.context_length)
         if run.model is not None:
             check_scheme(run.model, scheme)
     if run.given and "space" in run.hydra.planner.model_fields_set:
-        report.warnings.append(
+        run.report.warnings.append(
             f"hydra.planner.space is {run.hydra.planner.space} and not used: hydra.strategies are given"
         )
 
 
-def _find_profile(request: CheckRequest, run: _Run, report: ConfigReport) -> Profile | None:
+def _find_profile(run: _Run) -> Profile | None:
     """The profile that the run would have, or an estimate; None where nothing is known."""
-    hydra, model = run.hydra, run.model
+    request, report, hydra, model = run.request, run.report, run.hydra, run.model
     name = request.profile or hydra.profile
     if hydra.profile is None:
         report.profiled.append(_describe_profiling(run))
     if name is not None:
-        known = _load_profile(request, name, run, report)
+        known = _load_profile(run, name)
     elif model is None or request.device is None:
         report.assumed.append(
             "nothing is known of time and memory before the profile is measured; give --profile, or "
@@ -391,13 +391,13 @@ def _find_profile(request: CheckRequest, run: _Run, report: ConfigReport) -> Pro
         )
         return None
     else:
-        known = _estimate(request, model, Hardware.load(request.device), run, report)
+        known = _estimate(run, model, Hardware.load(request.device))
     fitted = fit_memory(known.document, hydra)
     return fitted if model is None else as_the_engine_needs(fitted, model, hydra, run.num_devices)
 
 
-def _load_profile(request: CheckRequest, name: str, run: _Run, report: ConfigReport) -> Profile:
-    hydra, model = run.hydra, run.model
+def _load_profile(run: _Run, name: str) -> Profile:
+    request, report, hydra, model = run.request, run.report, run.hydra, run.model
     known = load_profile(name, compiled=hydra.compile_layers)
     report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
     if model is not None:
@@ -426,14 +426,9 @@ def _load_profile(request: CheckRequest, name: str, run: _Run, report: ConfigRep
     return known
 
 
-def _estimate(
-    request: CheckRequest,
-    model: StageModel,
-    hardware: Hardware,
-    run: _Run,
-    report: ConfigReport,
-) -> Profile:
-    known = estimate_profile(model, hardware, run.num_devices, run.hydra, name=str(request.model))
+def _estimate(run: _Run, model: StageModel, hardware: Hardware) -> Profile:
+    report, name = run.report, str(run.request.model)
+    known = estimate_profile(model, hardware, run.num_devices, run.hydra, name=name)
     report.profile = f"estimate: {known.document['source']}"
     unpriced = known.document["model"]["unpriced"]
     report.assumed += [f"model: {sentence}" for sentence in unpriced]
@@ -467,20 +462,20 @@ def _describe_profiling(run: _Run) -> str:
     )
 
 
-def _note_estimates(run: _Run, profile: Profile, report: ConfigReport) -> None:
+def _note_estimates(run: _Run, profile: Profile) -> None:
     costs = Costs(profile, run.settings(profile).cluster)
     even = {replace(scheme, ckpt=0, stages=()) for scheme in schemes_of(run.given)}
     unknown = sorted(even - profile.latency.keys())
     if added := [scheme for scheme in unknown if costs.find(scheme) is not None]:
-        report.assumed.append(
+        run.report.assumed.append(
             f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from "
             "those it knows (`ds-hydra profile` measures them)"
         )
 
 
-def _describe_memory(run: _Run, profile: Profile, report: ConfigReport) -> Profile:
+def _describe_memory(run: _Run, profile: Profile) -> Profile:
     """Add a row for each scheme; the profile with the given ones."""
-    context, number = run.hydra.context_length, run.num_devices
+    report, context, number = run.report, run.hydra.context_length, run.num_devices
     profile = Costs(profile, run.settings(profile).cluster).extended(schemes_of(run.given))
     report.known_profile, memory = profile, profile.memory
     report.memory_bytes = memory.usable_bytes
@@ -507,16 +502,16 @@ def _describe_memory(run: _Run, profile: Profile, report: ConfigReport) -> Profi
                 "mfu": round(tflops * 1e12 / peak, 4) if is_known and peak else None,
             }
         )
-    _warn_of_wide_tp(run, profile, fitting, report)
-    _check_context(run, profile, report)
+    _warn_of_wide_tp(run, profile, fitting)
+    _check_context(run, profile)
     return profile
 
 
-def _check_context(run: _Run, profile: Profile, report: ConfigReport) -> None:
+def _check_context(run: _Run, profile: Profile) -> None:
     """Raise HydraConfigError where no scheme of any candidate fits the context; say which one takes
     least where none of the rows does, or where it needs the host's memory.
     """
-    context, settings = run.hydra.context_length, run.settings(profile)
+    context, settings, report = run.hydra.context_length, run.settings(profile), run.report
     try:
         check_longest(profile, settings)
     except HydraConfigError as error:
@@ -541,9 +536,7 @@ def _check_context(run: _Run, profile: Profile, report: ConfigReport) -> None:
         report.assumed.append(report.offloaded)
 
 
-def _warn_of_wide_tp(
-    run: _Run, profile: Profile, schemes: Sequence[Scheme], report: ConfigReport
-) -> None:
+def _warn_of_wide_tp(run: _Run, profile: Profile, schemes: Sequence[Scheme]) -> None:
     """Say so where TP groups of what fits the context leave a node, all of them."""
     context = run.hydra.context_length
     node = run.hydra.link.devices_per_node or int(
@@ -558,7 +551,7 @@ def _warn_of_wide_tp(
     if run.hydra.activation_checkpointing:
         advice = ""
     names = ", ".join(map(str, sorted(holding)[:4]))
-    report.warnings.append(
+    run.report.warnings.append(
         f"only {names} fit hydra.context_length = {context}; their TP groups are "
         f"wider than a node of {node}: every layer's collectives cross nodes; inside a node "
         f"the longest that fits has {max(0, inside)}{advice}"
@@ -566,11 +559,11 @@ def _warn_of_wide_tp(
 
 
 def _find_candidates(
-    request: CheckRequest, run: _Run, profile: Profile | None, report: ConfigReport
+    run: _Run, profile: Profile | None
 ) -> tuple[Sequence[Strategy], Sequence[Strategy]]:
     """The candidates, and those that the run starts with, whose groups stay."""
-    name, given, space = request.histogram, run.given, run.hydra.planner.space
-    settings = run.settings(profile)
+    name, given, space = run.request.histogram, run.given, run.hydra.planner.space
+    settings, report = run.settings(profile), run.report
     start = decide_candidates(profile, None, settings).strategies
     lengths_decide = not given and not settings.is_enumerated
     if profile is not None:
@@ -606,17 +599,17 @@ def _find_candidates(
     return start, ()
 
 
-def _check_communicators(run: _Run, strategies: Sequence[Strategy], report: ConfigReport) -> None:
+def _check_communicators(run: _Run, strategies: Sequence[Strategy]) -> None:
     limit = group_limit(run.num_devices, run.hydra.max_process_groups)
     keys = communicators([*groups_of_all(strategies), *run.link_groups])
     total, objects = len(keys), most_multicast_objects(keys, run.per_node)
-    report.communicators = {
+    run.report.communicators = {
         "total": total,
         "most_on_one_rank": most_groups_of_rank(keys),
         "limit": limit,
         "multicast_objects": objects,
     }
     if objects > MAX_MULTICAST_OBJECTS:
-        report.warnings.append(describe_multicast(objects))
+        run.report.warnings.append(describe_multicast(objects))
     check_num_groups(total, limit)
     check_groups_of_rank(keys)

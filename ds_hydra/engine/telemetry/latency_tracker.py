@@ -44,6 +44,8 @@ _NUM_NEEDED = 5
 """Iterations with two busy pipelines or more before anyone is accused."""
 _SLOW = 1.15
 """Factor from which the plans to come count with a slow rank, where noise does not explain it."""
+_STRAGGLER = 1.3
+"""Factor from which a slow rank is named."""
 _FIRST_NOISE = 0.1
 _FORGOTTEN = 0.01
 """Share of the estimate of a rank that goes with each iteration in which it has no work: half of it
@@ -60,8 +62,7 @@ class StragglerFinder:
     it fades, so that it gets some again.
     """
 
-    def __init__(self, threshold: float = 1.3) -> None:
-        self._threshold = threshold
+    def __init__(self) -> None:
         self._slowness: dict[int, float] = {}
         self._variance = _FIRST_NOISE**2
         """Variance of a pipeline around the slowest of its ranks."""
@@ -70,7 +71,7 @@ class StragglerFinder:
     def observe(
         self, pipelines: Sequence[PipelineMetrics], expected_ms: Sequence[float] | None = None
     ) -> int | None:
-        """Take in one iteration; the rank that is slow by the threshold and above all others, if
+        """Take in one iteration; the rank that is slow enough to be named, and above all others, if
         there is one.
 
         `expected_ms` is what each pipeline would take without slow ranks; by default as predicted.
@@ -124,7 +125,7 @@ class StragglerFinder:
         usual = statistics.median_low(self._slowness.values())
         first, *others = sorted(self._slowness, key=lambda rank: -self._slowness[rank])
         is_alone = not others or self._slowness[first] > self._slowness[others[0]] + 0.02
-        is_slow = self._slowness[first] - usual >= log(self._threshold)
+        is_slow = self._slowness[first] - usual >= log(_STRAGGLER)
         return first if is_slow and is_alone else None
 
     def state_dict(self) -> dict[str, Any]:

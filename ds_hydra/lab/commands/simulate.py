@@ -33,7 +33,7 @@ from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.lab.simulator.cases import Case, Workload
+    from ds_hydra.lab.simulator.cases import Workload
     from ds_hydra.lab.simulator.results import Comparison
     from ds_hydra.lab.simulator.systems import Settings
     from ds_hydra.strategy.profiles.profile import Profile
@@ -146,6 +146,9 @@ def simulate(
         names = names_of_cases()
         print_json({"cases": list(names)}) if as_json else print("\n".join(names))
         return
+    from ds_hydra.lab.simulator.results import published_beside_ours
+    from ds_hydra.lab.simulator.systems import DS_HYDRA, Settings
+
     with errors_to_stderr():
         check_folder(out)
         _refuse(
@@ -157,7 +160,13 @@ def simulate(
             float8 and model is None,
             "--float8 goes with --model and --hardware: times of a profile are those it was measured with",
         )
-        settings = _settings(iterations, systems, overlap, seed, space)
+        settings = Settings(
+            iterations=iterations or DEFAULT_ITERATIONS, overlap=overlap, seed=seed, space=space
+        )
+        if systems is not None:
+            named = dict.fromkeys(name.strip() for name in systems.split(","))
+            # It is always simulated, so that naming it alone leaves out all others
+            settings = replace(settings, systems=tuple(n for n in named if n != DS_HYDRA))
         loaded = None
         if case is not None:
             others = (
@@ -190,7 +199,8 @@ def simulate(
             settings = replace(sized, iterations=iterations or sized.iterations)
         found = _compare(workload, settings, hardware)
         document = found.to_json()
-        _add_expected(document, loaded, found)
+        if loaded is not None:
+            document |= published_beside_ours(loaded, found)
         write_document(document, out)
     print_json(document) if as_json else print(describe_simulation(document))
 
@@ -198,29 +208,6 @@ def simulate(
 def _refuse(is_wrong: bool, message: str) -> None:
     if is_wrong:
         raise HydraConfigError(message)
-
-
-def _settings(
-    iterations: int | None,
-    systems: str | None,
-    overlap: bool,
-    seed: int,
-    space: SimulatedSpace,
-) -> Settings:
-    from ds_hydra.lab.simulator.systems import Settings
-
-    chosen: dict[str, Any] = {}
-    if systems is not None:
-        names = [name.strip() for name in systems.split(",")]
-        # It is always simulated, so that naming it alone leaves out all others
-        chosen = {"systems": tuple(name for name in dict.fromkeys(names) if name != "ds_hydra")}
-    return Settings(
-        iterations=iterations or DEFAULT_ITERATIONS,
-        overlap=overlap,
-        seed=seed,
-        space=space,
-        **chosen,
-    )
 
 
 def _workload(
@@ -333,17 +320,6 @@ def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Co
             f"{workload.num_devices} devices"
         )
     return found
-
-
-def _add_expected(document: dict[str, Any], case: Case | None, found: Comparison) -> None:
-    from ds_hydra.lab.simulator.results import our_figure
-
-    if case is not None:
-        document["figure"] = case.figure
-        document["published"] = [
-            {"what": e.what, "paper": e.paper, "ours": our_figure(found, e.metric)}
-            for e in case.expected
-        ]
 
 
 def describe_simulation(document: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.lab.search.layer_dp import FloatArray, IntArray, StageTables, search_layers
+from ds_hydra.lab.search.layer_dp import StageTables, search_layers
 from ds_hydra.lab.search.layers import (
     CostEstimator,
     LayerCost,
@@ -25,6 +25,7 @@ from ds_hydra.lab.search.layers import (
     SearchInput,
     layer_strategies,
 )
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 
 Partition = tuple[int, ...]
 

@@ -3,7 +3,7 @@ and Alg. 3.
 
 Strategies are numbered, and grouped into layouts: a transformation costs by layout only, so that a
 state of the dynamic programming is (memory, layout) and a layer takes O(E (S + G^2)) for S
-strategies in G layouts. Memory is counted in whole steps, every layer rounded up.
+strategies in G layouts. Memory is counted in whole MB, every layer rounded up.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +59,7 @@ class StageTables:
         return total
 
 
-def search_layers(tables: StageTables, budget_mb: float, step_mb: float = 1.0) -> IntArray | None:
+def search_layers(tables: StageTables, budget_mb: float) -> IntArray | None:
     """Strategy numbers [L] of the cheapest stage that fits `budget_mb`, or None where none fits.
 
     Alg. 3: the forward budget E_fwd is chosen as the largest whose strategies keep the whole peak
@@ -71,9 +69,9 @@ def search_layers(tables: StageTables, budget_mb: float, step_mb: float = 1.0) -
     fastest = _fastest(tables)
     if fastest is not None and tables.peak_mb(fastest) <= budget_mb:
         return fastest
-    num_steps = int(budget_mb / step_mb)
+    num_steps = int(budget_mb)
     kept = tables.states_mb + tables.in_flight * tables.forward_mb
-    steps = np.ceil(kept / step_mb - 1e-9).astype(np.int64)
+    steps = np.ceil(kept - 1e-9).astype(np.int64)
     num_layouts = int(tables.layout.max()) + 1
     feasible = np.isfinite(tables.time_ms)
     if num_steps < 1 or fastest is None:

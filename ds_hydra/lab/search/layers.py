@@ -24,8 +24,7 @@ leaves only half of the backward computation to overlap with.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import permutations
@@ -56,10 +55,10 @@ class LayerProfile:
     """Weights, gradients and optimizer states."""
     activation_mb: Mapping[int, float]
     """Kept for backward for one sample on one rank, by TP degree."""
-    boundary_mb: Mapping[int, float]
-    """MB of the layer's input alone, which checkpointing keeps, by TP degree."""
     message_mb: float
-    """One all-reduce of the TP group for one sample: sequence x hidden x bytes of an element."""
+    """The layer's input for one sample, sequence x hidden x bytes of an element: what an all-reduce
+    of the TP group moves, and what checkpointing keeps.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +84,6 @@ class SearchInput:
     head: EndProfile = field(default_factory=EndProfile)
     context_mb: float = 0.0
     """MB of a device before any model: communicators, kernels, allocator."""
-    backward_over_forward: float = 2.0
     overlap_slowdown: float = OVERLAP_SLOWDOWN
     """Slowdown of computation and gradient synchronisation at the same time (§V)."""
 
@@ -137,7 +135,6 @@ class SearchInput:
             activation_mb={
                 tp: sequence_tokens * hidden / tp * size / MB for tp, size in kept.items()
             },
-            boundary_mb=dict.fromkeys(kept, message_mb),
             message_mb=message_mb,
         )
 
@@ -173,9 +170,6 @@ class Paradigm(str, Enum):
     DP = "DP"
     SDP = "SDP"
     TP = "TP"
-
-
-_ALL_PARADIGMS = frozenset(Paradigm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,26 +231,6 @@ class LayerStrategy:
         dp = f"{self.dp}{sharded}{'*' if both and not self.is_tp_consecutive else ''}"
         return f"{self.pp}-{tp}-{dp}{'-c' if self.checkpoints else ''}"
 
-    @classmethod
-    def parse(cls, text: str) -> LayerStrategy:
-        """The strategy written as `text`; raises HydraConfigError for anything `str` does not
-        write.
-        """
-        match = re.fullmatch(r"(\d{1,6})-(\d{1,6})(\*?)-(\d{1,6})(f?)(\*?)(-c)?", text)
-        if match is None:
-            raise HydraConfigError(
-                f"layer strategy {text!r} is not of the form PP-TP-DP, such as 1-2*-4f-c"
-            )
-        pp, tp, dp = int(match[1]), int(match[2]), int(match[4])
-        data = (Paradigm.SDP if match[5] else Paradigm.DP, dp)
-        levels = [data, (Paradigm.TP, tp)] if match[6] else [(Paradigm.TP, tp), data]
-        strategy = cls(pp, tuple(level for level in levels if level[1] > 1), match[7] is not None)
-        if str(strategy) != text or min(pp, tp, dp) < 1:
-            raise HydraConfigError(
-                f"layer strategy {text!r} reads as {strategy}; write it that way"
-            )
-        return strategy
-
     def _degree(self, paradigm: Paradigm) -> int:
         return next((degree for found, degree in self.levels if found is paradigm), 1)
 
@@ -264,8 +238,6 @@ class LayerStrategy:
 def layer_strategies(
     num_devices: int,
     *,
-    paradigms: Collection[Paradigm] = _ALL_PARADIGMS,
-    pipelines: bool = True,
     checkpoints: bool = True,
     mixes_dp_and_sdp: bool = False,
 ) -> list[LayerStrategy]:
@@ -281,8 +253,8 @@ def layer_strategies(
             f"{1 << max(num_devices, 1).bit_length() - 1} or {1 << max(num_devices, 1).bit_length()} devices"
         )
     strategies = []
-    for pp in _powers_of_two(num_devices) if pipelines else (1,):
-        for levels in _trees(num_devices // pp, paradigms):
+    for pp in _powers_of_two(num_devices):
+        for levels in _trees(num_devices // pp):
             mixes = {Paradigm.DP, Paradigm.SDP} <= {paradigm for paradigm, _ in levels}
             if mixes and not mixes_dp_and_sdp:
                 continue
@@ -292,12 +264,10 @@ def layer_strategies(
     return strategies
 
 
-def _trees(
-    num_devices: int, paradigms: Collection[Paradigm]
-) -> Iterator[tuple[tuple[Paradigm, int], ...]]:
+def _trees(num_devices: int) -> Iterator[tuple[tuple[Paradigm, int], ...]]:
     """Ordered levels of distinct paradigms whose degrees multiply to `num_devices`."""
-    for height in range(len(paradigms) + 1):
-        for order in permutations(sorted(paradigms), height):
+    for height in range(len(Paradigm) + 1):
+        for order in permutations(sorted(Paradigm), height):
             for degrees in _factors(num_devices, height):
                 yield tuple(zip(order, degrees, strict=True))
 
@@ -346,18 +316,14 @@ class CostEstimator:
         group.
         """
         tp, dp, sdp = strategy.tp, strategy.dp, strategy.sdp
-        for key, sizes in (
-            ("activation_mb", layer.activation_mb),
-            ("boundary_mb", layer.boundary_mb),
-        ):
-            if tp not in sizes:
-                raise HydraConfigError(
-                    f"layer {layer.name!r} has no {key} for TP {tp}, it has TP {sorted(sizes)}; profile "
-                    f"it, or search fewer devices"
-                )
+        if tp not in layer.activation_mb:
+            raise HydraConfigError(
+                f"layer {layer.name!r} has no activation_mb for TP {tp}, it has TP {sorted(layer.activation_mb)}; "
+                "profile it, or search fewer devices"
+            )
         mine = samples / dp
         forward = layer.forward_ms * mine / tp
-        backward = forward * self._given.backward_over_forward
+        backward = 2 * forward
         all_reduces = 6 if strategy.checkpoints else 4
         exchanged = all_reduces * self._all_reduce_ms(
             strategy, layer.message_mb * mine, tp, is_tp=True
@@ -374,7 +340,7 @@ class CostEstimator:
         synced, tail = self._overlapped(backward, gathered + reduced, hides)
         added = gathered + synced + tail - quiet
         slowdown = max(0.0, gathered + synced - quiet)
-        whole, kept = layer.activation_mb[tp] * mine, layer.boundary_mb[tp] * mine
+        whole, kept = layer.activation_mb[tp] * mine, layer.message_mb * mine
         gathers_mb = layer.weight_mb / tp * (1 - 1 / sdp)
         return LayerCost(
             compute_ms=forward + quiet + exchanged,

@@ -48,17 +48,15 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 def compare(
     workload: Workload,
     settings: Settings,
-    known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
     run_each: Callable[..., Iterable[Any]] = map,
 ) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same global batches of `workload`.
 
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
-    Systems that cannot run the context are left out. `known`: a comparison whose candidates are
-    taken over instead of proposed; bounds are then those of the candidates. `progress` is told the
-    label of each system as it begins, or is waited for. `run_each`: `map`, or that of a pool of
-    processes. Raises HydraConfigError where no scheme of ds_hydra fits the context.
+    Systems that cannot run the context are left out. `progress` is told the label of each system as
+    it begins, or is waited for. `run_each`: `map`, or that of a pool of processes. Raises
+    HydraConfigError where no scheme of ds_hydra fits the context.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
     workload = workload.knowing(replace(workload.profile, ranks_per_core=1.0))
@@ -66,20 +64,16 @@ def compare(
     start = replace(settings, iterations=0).scenario(workload)
     own = start.knowing(with_engine_layers(workload.profile))
     own = replace(own, can_run=workload.can_run)
-    if known is None:
-        if not (is_plain or own.statics() or _fits_extended(workload, own)):
-            check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
-        check_workload(workload, is_plain=is_plain)
+    if not (is_plain or own.statics() or _fits_extended(workload, own)):
+        check_context(own, is_full=True, tokens_per_iteration=workload.tokens_per_iteration)
+    check_workload(workload, is_plain=is_plain)
     scenario = settings.scenario(workload)
     own = replace(own, batches=scenario.batches)
-    given = {name: p.strategies for name, p in known.planned.items()} if known else {}
-    jobs: dict[str, Callable[[], Any]] = {
-        DS_HYDRA: partial(_run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA))
-    }
+    jobs: dict[str, Callable[[], Any]] = {DS_HYDRA: partial(_run_in_space, workload, own, settings)}
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or has_published_states(each.profile)):
-            jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
+            jobs[name] = partial(_run_plain, name, workload, each, settings)
     others = [name for name in settings.systems if name not in OUR_SYSTEMS]
     kept = own.profile.memory.activation_bytes
     memory = replace(scenario.profile.memory, activation_bytes=kept)
@@ -128,41 +122,30 @@ def _fits_extended(workload: Workload, own: Scenario) -> bool:
     return any(own.max_len_tokens(s) >= own.context_length for s in fitting)
 
 
-def _run_in_space(
-    name: str,
-    workload: Workload,
-    own: Scenario,
-    settings: Settings,
-    candidates: tuple[Strategy, ...] | None,
-) -> Planned:
-    """ds_hydra in the space of the settings, with these `candidates` if there are any."""
+def _run_in_space(workload: Workload, own: Scenario, settings: Settings) -> Planned:
+    """ds_hydra in the space of the settings."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
             check_context(own)
-        strategies = workload.strategies or candidates or _propose(workload, own, settings, "plain")
-        return _run_strategies(name, own, strategies, usable_schemes(own))
+        strategies = workload.strategies or _propose(workload, own, settings, "plain")
+        return _run_strategies(DS_HYDRA, own, strategies, usable_schemes(own))
     world = own.measured
     unpruned = unpruned_schemes(world, 0.0)
-    schemes = () if candidates else pruned_schemes(world, unpruned)
-    strategies = candidates or _propose(workload, own, settings, "full")
+    schemes = pruned_schemes(world, unpruned)
+    strategies = _propose(workload, own, settings, "full")
     known = (*unpruned, *schemes, *sorted(schemes_of(strategies)))
-    return _run_strategies(name, own.knowing(world.costs.table(known)), strategies, schemes)
+    return _run_strategies(DS_HYDRA, own.knowing(world.costs.table(known)), strategies, schemes)
 
 
 def _run_plain(
-    name: str,
-    workload: Workload,
-    scenario: Scenario,
-    settings: Settings,
-    candidates: tuple[Strategy, ...] | None,
+    name: str, workload: Workload, scenario: Scenario, settings: Settings
 ) -> Planned | None:
     """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
     named = workload.strategies or workload.plain_strategies
     if not named and not scenario.statics():
         return None
-    strategies = named or candidates or _propose(workload, scenario, settings, "plain")
-    schemes = usable_schemes(scenario)
-    return _run_strategies(name, scenario, strategies, schemes)
+    strategies = named or _propose(workload, scenario, settings, "plain")
+    return _run_strategies(name, scenario, strategies, usable_schemes(scenario))
 
 
 def _run_strategies(

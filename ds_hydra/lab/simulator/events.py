@@ -20,7 +20,6 @@ from itertools import islice
 
 import numpy as np
 
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.schedule import (
     FloatArray,
@@ -51,14 +50,6 @@ class PipelineWork:
     backward_ms: FloatArray
     hop_ms: FloatArray
     begin_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        shape = (self.scheme.pp, self.num_micro_batches)
-        if self.forward_ms.shape != shape or self.backward_ms.shape != shape:
-            raise HydraConfigError(
-                f"pipeline {self.scheme}: forward times have shape {self.forward_ms.shape}, backward times "
-                f"{self.backward_ms.shape}; expected [stages, micro-batches] = {shape} twice"
-            )
 
     @property
     def num_micro_batches(self) -> int:
@@ -180,7 +171,6 @@ def simulate_plan(
     *,
     links_of: Callable[[Strategy], LinkTimes] | None = None,
     overlap: bool = True,
-    forward_fraction: float = FORWARD_FRACTION,
 ) -> Simulation:
     """`plan` on `cluster`, times by the profile's T, its phases one after another: one pulls where
     it has other slices than the one before, and pushes where the next one has. Without a cluster
@@ -199,7 +189,7 @@ def simulate_plan(
     links = [of.at_ends(*own) for of, own in zip(links, ends)]
     found = [
         simulate_iteration(
-            plan_work(phase, profile, cluster, forward_fraction, of.pull_ms),
+            plan_work(phase, profile, cluster, of.pull_ms),
             num_devices=plan.num_devices,
             links=of,
             overlap=overlap,
@@ -219,17 +209,12 @@ def simulate_plan(
 
 
 def plan_work(
-    plan: IterationPlan,
-    profile: Profile,
-    cluster: Cluster | None,
-    forward_fraction: float = FORWARD_FRACTION,
-    pull_ms: float = 0.0,
+    plan: IterationPlan, profile: Profile, cluster: Cluster | None, pull_ms: float
 ) -> list[PipelineWork]:
     """The work of every pipeline of a `plan` of one phase: all stages of a pipeline take T of the
     micro-batch, where ranks share cores as much of it as they do on average (`schedule.ends_ms`).
     Where layers are gathered, the first forward may wait for them (`forward_beside_pull_ms`).
     """
-    works = []
     lengths = [
         [plan.micro_batch_lengths(micro_batch) for micro_batch in pipeline.micro_batches]
         for pipeline in plan.pipelines
@@ -242,39 +227,49 @@ def plan_work(
         steps = steps_ms(times)  # each waits for the slowest in every step but its last
         times = [np.append(steps[: own.size - 1], own[-1:]) if own.size else own for own in times]
     alone_ms = np.array(
-        [one_f_one_b_ms(t, p.scheme.pp, forward_fraction) for t, p in zip(times, plan.pipelines)]
+        [one_f_one_b_ms(t, p.scheme.pp, FORWARD_FRACTION) for t, p in zip(times, plan.pipelines)]
     )
     num_ranks = [p.scheme.num_devices for p in plan.pipelines]
     shared_ms = ends_ms(alone_ms, num_ranks, plan.num_devices, profile.ranks_per_core)
     shares = np.divide(shared_ms, alone_ms, out=np.ones_like(alone_ms), where=alone_ms > 0)
     times = [share * t for share, t in zip(shares, times)]
+    works = []
     for pipeline, micro_batches, micro_batch_ms in zip(plan.pipelines, lengths, times):
-        scheme = pipeline.scheme
-        tokens = [sum(micro_batch) for micro_batch in micro_batches]
-        is_linked = cluster is not None and scheme.pp > 1
-        hop_ms = [cluster.hop_ms(scheme, n) if cluster and is_linked else 0.0 for n in tokens]
-        forward_ms = micro_batch_ms * forward_fraction
-        backward_ms = micro_batch_ms * (1 - forward_fraction)
+        scheme, first_forward_ms = pipeline.scheme, None
         if scheme.gather and micro_batches:
             latency = profile.get_latency(scheme)
             computed_ms = latency.computed_ms(micro_batches[0])
             if computed_ms < latency.traffic_ms:  # a step may also wait for other groups
-                forward_ms[0] = forward_beside_pull_ms(
-                    micro_batch_ms[0], computed_ms, forward_fraction, pull_ms
+                first_forward_ms = forward_beside_pull_ms(
+                    micro_batch_ms[0], computed_ms, FORWARD_FRACTION, pull_ms
                 )
-                backward_ms[0] = micro_batch_ms[0] - forward_ms[0]
+        tokens = [sum(micro_batch) for micro_batch in micro_batches]
         works.append(
-            PipelineWork(
-                scheme=scheme,
-                ranks=pipeline.ranks,
-                forward_ms=of_stages(forward_ms, scheme),
-                backward_ms=of_stages(backward_ms, scheme),
-                hop_ms=np.array(hop_ms, dtype=np.float64),
-            )
+            pipeline_work(scheme, pipeline.ranks, micro_batch_ms, tokens, cluster, first_forward_ms)
         )
     return works
 
 
-def of_stages(times_ms: FloatArray, scheme: Scheme) -> FloatArray:
-    """`times_ms` [micro-batch] for each stage: [stage, micro-batch]."""
-    return np.repeat(times_ms[None], scheme.pp, axis=0)
+def pipeline_work(
+    scheme: Scheme,
+    ranks: tuple[int, ...],
+    micro_batch_ms: FloatArray,
+    tokens: Sequence[int],
+    cluster: Cluster | None,
+    first_forward_ms: float | None = None,
+) -> PipelineWork:
+    """Work of a pipeline each of whose stages takes `micro_batch_ms` of micro-batches of so many
+    `tokens`, and `first_forward_ms` of that for the first forward, if it is given.
+    """
+    forward_ms = micro_batch_ms * FORWARD_FRACTION
+    backward_ms = micro_batch_ms * (1 - FORWARD_FRACTION)
+    if first_forward_ms is not None:
+        forward_ms[0], backward_ms[0] = first_forward_ms, micro_batch_ms[0] - first_forward_ms
+    linked = cluster if scheme.pp > 1 else None
+    return PipelineWork(
+        scheme=scheme,
+        ranks=ranks,
+        forward_ms=np.tile(forward_ms, (scheme.pp, 1)),
+        backward_ms=np.tile(backward_ms, (scheme.pp, 1)),
+        hop_ms=np.array([linked.hop_ms(scheme, n) if linked else 0.0 for n in tokens]),
+    )

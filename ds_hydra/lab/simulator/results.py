@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.errors import HydraConfigError
-from ds_hydra.lab.simulator.cases import Workload
+from ds_hydra.lab.simulator.cases import Case, Workload
 from ds_hydra.lab.simulator.events import Simulation, simulate_plan
 from ds_hydra.lab.simulator.scenario import SystemResult
 from ds_hydra.lab.simulator.systems import DS_HYDRA, LABELS, PAPER, Settings
@@ -31,20 +30,6 @@ from ds_hydra.strategy.schemes.scheme import Strategy
 SIMULATION_SCHEMA = "ds_hydra.simulation/1"
 
 _NUM_RESAMPLES = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """A mean over global batches and its standard error."""
-
-    mean: float
-    standard_error: float
-
-    @classmethod
-    def of(cls, values: FloatArray) -> Figure:
-        """Mean and standard error of `values`; the error of one value is 0."""
-        error = float(values.std(ddof=1) / np.sqrt(values.size)) if values.size > 1 else 0.0
-        return cls(mean=float(values.mean()), standard_error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,11 +102,6 @@ class Comparison:
         """ds_hydra in the space of the settings."""
         return self.planned[DS_HYDRA]
 
-    @property
-    def plans(self) -> tuple[IterationPlan, ...]:
-        """Plans of `ours`."""
-        return self.ours.plans
-
     def get(self, name: str) -> SystemResult | None:
         """The result of one system, None where it was not simulated."""
         return next((result for result in self.results if result.name == name), None)
@@ -135,15 +115,11 @@ class Comparison:
             return Ratio.of(system.propagation_ms, ours.propagation_ms)
         return Ratio.of(system.iteration_ms, ours.iteration_ms)
 
-    def tokens_per_s(self, result: SystemResult) -> float:
-        """Useful tokens per second of whole iterations."""
-        return float(1e3 * self.num_tokens.sum() / result.iteration_ms.sum())
-
     def tflops_per_device(self, result: SystemResult) -> float:
         """FLOPs that the model needs, by the sequences' own lengths, over devices and time of whole
         iterations; NaN where they are not counted.
         """
-        lengths = (length for plan in self.plans for length in plan.lengths)
+        lengths = (length for plan in self.ours.plans for length in plan.lengths)
         time_ms = float(result.iteration_ms.sum())
         return self.flops.tflops(lengths, time_ms, self.workload.num_devices)
 
@@ -163,11 +139,6 @@ class Comparison:
         scenario = replace(self.settings, iterations=0).scenario(self.workload)
         scenario = scenario.knowing(planned.profile).linked_by(self.cluster)
         return scenario.simulate(planned.plans[position])
-
-    def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
-        """The same global batches planned with one strategy."""
-        scenario, strategies = self.settings.scenario(self.workload), [Strategy.parse(strategy)]
-        return tuple(scenario.plan(batch, strategies) for batch in scenario.batches)
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.simulation/1` document."""
@@ -192,17 +163,16 @@ class Comparison:
         }
 
     def _system(self, result: SystemResult) -> dict[str, Any]:
-        iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
         tflops, peak = self.tflops_per_device(result), self.peak_flops
         document: dict[str, Any] = {
             "name": result.name,
             "label": LABELS[result.name],
             "strategy": result.strategy,
-            "iteration_ms": iteration.mean,
-            "iteration_ms_standard_error": iteration.standard_error,
-            "propagation_ms": propagation.mean,
-            "propagation_ms_standard_error": propagation.standard_error,
-            "tokens_per_s": self.tokens_per_s(result),
+            "iteration_ms": float(result.iteration_ms.mean()),
+            "iteration_ms_standard_error": _standard_error(result.iteration_ms),
+            "propagation_ms": float(result.propagation_ms.mean()),
+            "propagation_ms_standard_error": _standard_error(result.propagation_ms),
+            "tokens_per_s": float(1e3 * self.num_tokens.sum() / result.iteration_ms.sum()),
             "tflops_per_device": None if isnan(tflops) else tflops,
             "mfu": tflops * 1e12 / peak if peak and not isnan(tflops) else None,
             "imbalance": float(result.imbalance.mean()),
@@ -216,7 +186,21 @@ class Comparison:
         return document
 
 
+def _standard_error(values: FloatArray) -> float:
+    """Standard error of the mean of `values`; that of one value is 0."""
+    return float(values.std(ddof=1) / np.sqrt(values.size)) if values.size > 1 else 0.0
+
+
 PAPER_BASELINES = ("deepspeed", "hotspa")
+
+
+def published_beside_ours(case: Case, comparison: Comparison) -> dict[str, Any]:
+    """The figures published for a case and ours, as a part of the document of its comparison."""
+    figures = [
+        {"what": e.what, "paper": e.paper, "ours": our_figure(comparison, e.metric)}
+        for e in case.expected
+    ]
+    return {"figure": case.figure, "published": figures}
 
 
 def our_figure(comparison: Comparison, metric: str) -> str:
@@ -224,14 +208,9 @@ def our_figure(comparison: Comparison, metric: str) -> str:
     out.
     """
     name, *systems = metric.split(".")
-    compute = _METRICS.get(name)
-    if compute is None:
-        raise HydraConfigError(
-            f"metric {metric!r} is not known; there are {', '.join(sorted(_METRICS))}"
-        )
     needed = [system for system in systems if system != "no_overlap"]
     found = [comparison.get(system) for system in needed]
-    return "not simulated" if None in found else compute(comparison, systems)
+    return "not simulated" if None in found else _METRICS[name](comparison, systems)
 
 
 def _over_best(comparison: Comparison, systems: list[str]) -> str:
@@ -287,12 +266,14 @@ def _step_s(comparison: Comparison, systems: list[str]) -> str:
 
 def _serial(comparison: Comparison, system: str, value: Callable[[Simulation], float]) -> float:
     """Mean `value` of the iterations of a planned system when nothing overlaps, in s."""
-    planned = comparison.planned.get(system)
-    if planned:
-        plans, profile = planned.plans, planned.profile
+    if system in comparison.planned:
+        plans = comparison.planned[system].plans
+        profile = comparison.planned[system].profile
     else:
-        plans = comparison.replan(_result(comparison, system).strategy)
-        profile = comparison.workload.profile
+        scenario = comparison.settings.scenario(comparison.workload)
+        strategy = Strategy.parse(_result(comparison, system).strategy)
+        plans = tuple(scenario.plan(batch, [strategy]) for batch in scenario.batches)
+        profile = scenario.profile
     found = [
         value(simulate_plan(plan, profile, comparison.cluster, overlap=False)) for plan in plans
     ]

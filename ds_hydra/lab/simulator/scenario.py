@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ds_hydra.lab.simulator.events import (
-    PipelineWork,
     Simulation,
-    of_stages,
+    pipeline_work,
     simulate_iteration,
     simulate_plan,
 )
@@ -32,7 +31,7 @@ from ds_hydra.sampler.schedule import (
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LatencyModel, LinkTimes
 from ds_hydra.strategy.proposal.program import homogeneous_strategies, usable_schemes
-from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 WITHOUT_PROGRAMS = PlannerSettings(solver="none")
 """The planner without integer programs: seconds less for each plan, and the same for every planned
@@ -42,7 +41,9 @@ system.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One iteration of one system. `iteration_ms` has pull, push, switches and step in it."""
+    """Measures of an iteration whose passes are not simulated. `iteration_ms` has pull, push,
+    switches and step in it.
+    """
 
     propagation_ms: float
     iteration_ms: float
@@ -75,7 +76,6 @@ class Scenario(World):
     batches: tuple[GlobalBatch, ...] = ()
     overlap: bool = True
     hpz: bool = False
-    forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
 
@@ -104,12 +104,12 @@ class Scenario(World):
 
     def planned_outcome(
         self, strategy: Strategy, number: int, *, is_heuristic: bool = False
-    ) -> Outcome:
+    ) -> Simulation:
         """Global batch `number` with `strategy`, as planned, or as the planner's heuristic has
         it.
         """
         planner = replace(self, settings=self.settings.heuristic()) if is_heuristic else self
-        return outcome_of(self.simulate(planner.plan(self.batches[number], [strategy])))
+        return self.simulate(planner.plan(self.batches[number], [strategy]))
 
     def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
         """The planner's settings with times of pull and push of `strategies` here."""
@@ -132,7 +132,6 @@ class Scenario(World):
             self.cluster,
             links_of=self.links,
             overlap=self.overlap,
-            forward_fraction=self.forward_fraction,
         )
 
     def run_micro_batches(
@@ -142,7 +141,7 @@ class Scenario(World):
         micro_batches: Sequence[MicroBatches],
         *,
         overlap: bool = True,
-    ) -> Outcome:
+    ) -> Simulation:
         """A homogeneous strategy whose pipelines run `micro_batches`, states sharded over its
         replicas.
         """
@@ -165,13 +164,13 @@ class Scenario(World):
         tokens: Sequence[Sequence[int]],
         *,
         overlap: bool = True,
-    ) -> Outcome:
+    ) -> Simulation:
         """A homogeneous strategy whose pipelines have micro-batches of these times in each stage
         and so many tokens, states sharded over its replicas.
         """
-        simulation = simulate_iteration(
+        return simulate_iteration(
             [
-                self._work(strategy.schemes[0], ranks, times, own)
+                pipeline_work(strategy.schemes[0], ranks, times, own, self.cluster)
                 for ranks, times, own in zip(strategy.place(), times_ms, tokens)
             ],
             num_devices=self.num_devices,
@@ -179,33 +178,9 @@ class Scenario(World):
             overlap=self.overlap and overlap,
             num_layers=self.profile.memory.num_layers,
         )
-        return outcome_of(simulation)
-
-    def _work(
-        self, scheme: Scheme, ranks: tuple[int, ...], times_ms: FloatArray, tokens: Sequence[int]
-    ) -> PipelineWork:
-        cluster = self.cluster if scheme.pp > 1 else None
-        hops = [cluster.hop_ms(scheme, own) for own in tokens] if cluster else [0.0] * len(tokens)
-        return PipelineWork(
-            scheme=scheme,
-            ranks=ranks,
-            forward_ms=of_stages(times_ms * self.forward_fraction, scheme),
-            backward_ms=of_stages(times_ms * (1 - self.forward_fraction), scheme),
-            hop_ms=np.array(hops, dtype=np.float64),
-        )
 
 
 NO_WORK = Outcome(propagation_ms=0.0, iteration_ms=0.0, imbalance=0.0, bubble=0.0)
-
-
-def outcome_of(simulation: Simulation) -> Outcome:
-    """The figures of one simulated iteration."""
-    return Outcome(
-        propagation_ms=simulation.propagation_ms,
-        iteration_ms=simulation.iteration_ms,
-        imbalance=simulation.imbalance,
-        bubble=simulation.bubble,
-    )
 
 
 def packed_ms(latency: LatencyModel, sequences_ms: FloatArray) -> float:
@@ -213,7 +188,7 @@ def packed_ms(latency: LatencyModel, sequences_ms: FloatArray) -> float:
     return float(max(sequences_ms.sum() + latency.constant_ms, latency.traffic_ms))
 
 
-def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:
+def summarize(name: str, strategy: str, outcomes: Sequence[Outcome | Simulation]) -> SystemResult:
     """The outcomes of all global batches as arrays."""
     columns = {
         key: np.array([getattr(outcome, key) for outcome in outcomes])

@@ -28,7 +28,6 @@ from ds_hydra.lab.simulator.scenario import (
     Scenario,
     SystemResult,
     best_of,
-    outcome_of,
     priced,
     recomputing,
     summarize,
@@ -36,6 +35,7 @@ from ds_hydra.lab.simulator.scenario import (
 from ds_hydra.lab.simulator.ulysses import (
     balanced_ulysses,
     deepspeed_ulysses,
+    optimizer_ms,
     packed_zero3,
 )
 from ds_hydra.sampler.plan import IterationPlan
@@ -153,13 +153,13 @@ def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) 
 def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -> SystemResult:
     propagation = np.sum([part.propagation_ms for part in parts], axis=0)
     steps = np.sum([part.iteration_ms > 0 for part in parts], axis=0) - 1
-    step_ms = scenario.cluster.end_ms if scenario.cluster else 0.0
     weights = np.array([part.propagation_ms for part in parts]) / np.maximum(propagation, 1e-9)
     return SystemResult(
         name=name,
         strategy=", then ".join(part.strategy for part in parts),
         propagation_ms=propagation,
-        iteration_ms=np.sum([part.iteration_ms for part in parts], axis=0) - step_ms * steps,
+        iteration_ms=np.sum([part.iteration_ms for part in parts], axis=0)
+        - optimizer_ms(scenario) * steps,
         imbalance=np.sum(weights * np.array([part.imbalance for part in parts]), axis=0),
         bubble=np.sum(weights * np.array([part.bubble for part in parts]), axis=0),
     )
@@ -196,7 +196,7 @@ def dynamic(
 ) -> tuple[SystemResult, list[IterationPlan]]:
     """ds_hydra: the planner chooses among `strategies` for every global batch. Also the plans."""
     plans = [scenario.plan(batch, strategies) for batch in scenario.batches]
-    outcomes = [outcome_of(scenario.simulate(plan)) for plan in plans]
+    outcomes = [scenario.simulate(plan) for plan in plans]
     counts = Counter(str(plan.strategy) for plan in plans).most_common()
     shares = [f"{strategy} ({count / len(plans):.0%})" for strategy, count in counts[:_NUM_NAMED]]
     if others := sum(count for _, count in counts[_NUM_NAMED:]):

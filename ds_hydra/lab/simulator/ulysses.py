@@ -185,7 +185,7 @@ def sharded_ms(scenario: Scenario, computed_ms: FloatArray) -> float:
     return linked_ms(
         np.maximum(computed_ms, traffic_ms),
         1,
-        scenario.forward_fraction,
+        FORWARD_FRACTION,
         links.pull_ms,
         links.push_ms,
         scenario.profile.memory.num_layers if scenario.overlap else 0,
