@@ -32,7 +32,7 @@ from ds_hydra.engine.profiling.memory import as_the_engine_needs, count_activati
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes, has_removed_schemes
+from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes
 
 MODELS = ("7b", "13b", "32b")
 
@@ -109,30 +109,6 @@ def test_forward_alone_holds_a_layer_hidden_states_and_logits(model):
     shorter = profile.forward_only(1 / 4, holds_longer=False)
     assert shorter.max_len_tokens(scheme, 64) == profile.max_len_tokens(scheme, 64)
     assert profile.forward_only(1 / 3, holds_longer=True).document == profile.document
-
-
-def test_a_profile_measured_with_re_pulls_names_what_replaces_them():
-    document = shared_json("profiles/a800_llama2_7b.json")
-    memory = {**document["memory"], "repull_layers": 4}
-    with pytest.raises(HydraConfigError, match=r"repull_layers of its memory is 4.*<1,1;gather>"):
-        Profile.from_json({**document, "memory": memory})
-    Profile.from_json({**document, "memory": {**memory, "repull_layers": 0}})
-    assert has_removed_schemes({**document, "memory": memory})
-    for option in ({"repull": 3}, {"stream": True}):
-        scheme = {"tp": 1, "pp": 1, **option}
-        assert has_removed_schemes({**document, "schemes": [*document["schemes"], scheme]})
-    assert not has_removed_schemes(document)
-
-
-def small_llama(**more) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=64,
-        **more,
-    )
 
 
 FAMILIES = [
@@ -238,7 +214,7 @@ def test_a_layer_is_whole_while_transformers_partitions_models() -> None:
     """As during HydraTrainer.train, where a profile is measured, too."""
     of_training = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_batch_size": 1})
     stage_model = build_random_stage_model(
-        small_llama(), dtype=torch.float32, device=torch.device("meta"), num_ranks=2
+        FAMILIES[0], dtype=torch.float32, device=torch.device("meta"), num_ranks=2
     )
     assert all(spec.numel for spec in stage_model.specs)
     assert is_deepspeed_zero3_enabled()  # for models of the training
@@ -321,14 +297,6 @@ def test_logits_in_chunks_cost_a_rank_one_chunk_at_most():
     assert grown[0] - grown[1] == pytest.approx(30592 * 4, rel=0.1)
 
 
-def test_parts_raise_max_len():
-    profile = of_7b()
-    texts = ["<1,2>", "<1,2;ckpt=8>", "<1,2;ckpt=16>", "<1,2;ckpt=32>"]
-    longest = [profile.max_len_tokens(Scheme.parse(text), 8) for text in texts]
-    assert longest == sorted({*longest})
-    assert longest[0] < profile.max_len_tokens(Scheme.parse("<1,2;stages=14,18>"), 8)
-
-
 def test_what_a_profile_lacks_for_a_part_is_named():
     wanted, text = "input_bytes_per_token_per_layer_per_hidden", "<1,2;ckpt=2>"
     profile, scheme = of_7b(**{wanted: None}), Scheme.parse(text)
@@ -338,7 +306,7 @@ def test_what_a_profile_lacks_for_a_part_is_named():
         Costs(profile).extended([scheme])
     assert not profile.memory.knows(scheme)
     assert profile.memory.knows(Scheme(1, 2))
-    with pytest.raises(HydraConfigError, match="input bytes are -1"):
+    with pytest.raises(HydraConfigError, match="input_bytes_per_token_per_layer_per_hidden is -1"):
         of_7b(input_bytes_per_token_per_layer_per_hidden=-1)
 
 

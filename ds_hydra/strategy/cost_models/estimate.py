@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, predict_profile
-from ds_hydra.strategy.cost_models.decoder import read_decoder
-from ds_hydra.strategy.cost_models.flops import ModelFlops, describe_config, expert_parallel_schemes
+from ds_hydra.strategy.cost_models.decoder import (
+    describe_config,
+    expert_parallel_schemes,
+    read_decoder,
+)
+from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import (
     ENGINE_LAYERS,
     Profile,
@@ -80,7 +85,7 @@ def estimate_from_config(
     document["float8"] = "rowwise" if float8 else None
     document["tp_sequence_parallel"] = True
     document["model"]["flops"] = ModelFlops.of_decoder(decoder).to_json()
-    document["model"]["parameters"] = decoder.size.to_json()
+    document["model"]["parameters"] = asdict(decoder.size)
     document["model"]["num_attention_heads"] = heads
     document["model"]["num_key_value_heads"] = round(heads * shape.key_value_share)
     reached = described["efficiency"]
