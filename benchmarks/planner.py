@@ -23,7 +23,7 @@ from one_pipeline import pack_sequences
 from packers import MicroBatches, balanced, batch_rebalance, fixed_length
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.sampler.background import BackgroundPlanner
+from ds_hydra.sampler.background import LOOKAHEAD, BackgroundPlanner
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner.dispatch import dispatch_sequences
 from ds_hydra.sampler.planner.iteration import plan_iteration
@@ -253,7 +253,7 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
     with BackgroundPlanner(task) as planner:
         submitted = 0
         for iteration in range(len(batches)):
-            while planner.has_room and submitted < len(batches):
+            while submitted < min(len(batches), iteration + LOOKAHEAD):
                 planner.submit(GlobalBatch.of_lengths(batches[submitted], submitted))
                 submitted += 1
             waited += planner.get(iteration).waited_ms

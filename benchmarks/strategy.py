@@ -29,7 +29,6 @@ from ds_hydra.lab.whole_iteration import (
 from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner.iteration import plan_iteration
-from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
@@ -86,24 +85,25 @@ def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]
     """
     profile, tokens = profile_of("7b"), 100_000
     lengths = histogram_of(histogram).limit(CONTEXT)
-    proposal = propose_strategies(
-        profile,
-        lengths,
-        CandidateSettings(
-            num_devices=8, context_length=CONTEXT, tokens_per_iteration=tokens, num_batches=16
-        ),
-    )  # fmt: skip
+    settings = CandidateSettings(
+        num_devices=8,
+        context_length=CONTEXT,
+        tokens_per_iteration=tokens,
+        num_batches=16,
+        max_enumerated=0,
+    )
+    proposed = decide_candidates(profile, lengths, settings).strategies
     every = full_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, 1 << 20)
     times: dict[str, list[float]] = {"proposed": [], "every": []}
     for index, drawn in enumerate(lengths.draw_batches(tokens, num_batches, seed=1234)):
         batch = GlobalBatch.of_lengths(drawn.tolist(), index)
-        for name, strategies in (("proposed", proposal.strategies), ("every", every)):
+        for name, strategies in (("proposed", proposed), ("every", every)):
             plan = plan_iteration(batch, strategies=strategies, profile=profile, num_devices=8)
             times[name].append(plan.makespan_ms)
     return {
         "proposed_ms": float(np.mean(times["proposed"])),
         "every_ms": float(np.mean(times["every"])),
-        "num_proposed": len(proposal.strategies),
+        "num_proposed": len(proposed),
         "num_every": len(every),
     }
 

@@ -15,8 +15,7 @@ from reference import make_batch, make_profile
 
 from ds_hydra.lab.simulator.scenario import perfect_balance_ms
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner.candidate import OneStrategy
-from ds_hydra.sampler.planner.iteration import plan_with_time
+from ds_hydra.sampler.planner.iteration import iteration_bound_ms, plan_strategy, plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.learned import Corrections
@@ -180,13 +179,13 @@ def _lengths(rng: Random, longest: int) -> tuple[int, ...]:
 def wrong_bounds(problem: Problem) -> Iterator[str]:
     """Yield a sentence for each strategy whose lower bound is above the time of its own plan."""
     for strategy in problem.strategies:
-        candidate, planning = OneStrategy(strategy), problem.planning()
-        bound_ms = candidate.bound_ms(planning)
-        phases = candidate.plan(planning)
-        time_ms = sum(phase.iteration_ms for phase in phases) if phases else inf
+        planning = problem.planning()
+        bound_ms = iteration_bound_ms(planning, strategy)
+        phase = plan_strategy(planning, strategy)
+        time_ms = phase.iteration_ms if phase else inf
         if bound_ms > time_ms * (1 + _ROUNDING):
             yield f"the bound of {strategy} is {bound_ms} ms, its plan takes {time_ms} ms"
-        for pipeline in (pipeline for phase in phases for pipeline in phase.pipelines()):
+        for pipeline in phase.pipelines() if phase else ():
             if pipeline.lower_bound_ms > pipeline.makespan_ms * (1 + _ROUNDING):
                 yield f"the bound of {pipeline} is above its time"
     yield from _wrong_balance(problem)

@@ -96,18 +96,9 @@ def test_plans_do_not_depend_on_the_number_of_workers(num_workers, inline_plans)
     assert [results[i].plan for i in range(6)] == inline_plans
     assert {result.source for result in results.values()} == {"worker"}
     assert all(result.planning_ms > 0 for result in results.values())
+    assert results[3].waited_ms > 0  # for the start of a process, too
     assert len(pids) >= 1
     assert not any(is_alive(pid) for pid in pids)
-
-
-def test_has_room_follows_lookahead():
-    with make_planner(num_workers=0, lookahead=2) as planner:
-        planner.submit(BATCHES[0])
-        assert planner.has_room
-        planner.submit(BATCHES[1])
-        assert not planner.has_room
-        planner.get(0)
-        assert planner.has_room
 
 
 @pytest.mark.slow
@@ -116,14 +107,14 @@ def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplo
         planner.submit(BATCHES[0])
         planner.get(0)
         results = []
-        for batch in BATCHES[1:]:
+        for batch in BATCHES[1:4]:
             (victim,) = planner.worker_pids
             stop(victim)  # so that it is in the middle of what comes next
             submit_to_stopped(planner, batch)
             os.kill(victim, signal.SIGKILL)
             results.append(planner.get(batch.iteration))
         assert planner.num_restarts == len(results)
-    assert [result.plan for result in results] == inline_plans[1:]
+    assert [result.plan for result in results] == inline_plans[1:4]
     assert {result.source for result in results} == {"worker"}
     assert "starting another one" in caplog.text
 
@@ -140,7 +131,7 @@ def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_pl
 
 @pytest.mark.slow
 def test_a_hung_worker_is_late_once_and_replaced(inline_plans, caplog):
-    times = 3
+    times = 2
     with make_planner(num_workers=1) as planner:
         for hang in range(times):
             planner.deadline_s = LONG_S
@@ -215,6 +206,8 @@ def test_errors_travel_back_and_do_not_end_the_worker(inline_plans):
     with make_planner(num_workers=1) as planner:
         planner.submit(make_batch([10_000], iteration=77))
         planner.submit(BATCHES[0])
+        planner._pending[77].reply.result(LONG_S)
+        assert planner.peek(77) is None
         with pytest.raises(InfeasiblePlanError, match="iteration 77: sequence 0 has 10000 tokens"):
             planner.get(77)
         assert planner.get(0).plan == inline_plans[0]
@@ -233,23 +226,9 @@ def test_a_plan_that_is_ready_can_be_seen_before_it_is_fetched(inline_plans):
     assert fetched.plan == inline_plans[0]
 
 
-def test_what_planning_raises_is_not_seen_before_it_is_fetched():
-    with make_planner() as planner:
-        planner.submit(make_batch([10**9], 0))
-        planner._pending[0].reply.result(LONG_S)
-        assert planner.peek(0) is None
-        with pytest.raises(InfeasiblePlanError):
-            planner.get(0)
-
-
-def test_iterations_are_submitted_and_fetched_once():
+def test_a_closed_planner_takes_nothing():
     with make_planner(num_workers=0) as planner:
-        planner.submit(BATCHES[0])
-        with pytest.raises(ValueError, match="iteration 0 is already submitted"):
-            planner.submit(BATCHES[0])
-        planner.get(0)
-        with pytest.raises(ValueError, match="iteration 0 is not submitted"):
-            planner.get(0)
+        pass
     with pytest.raises(RuntimeError, match="closed"):
         planner.submit(BATCHES[1])
 

@@ -24,14 +24,13 @@ from spaces import full_space
 import ds_hydra
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.candidate_set import decide_candidates
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.proposal.space import undominated
-from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 CONTEXT = 32768
 
@@ -141,14 +140,12 @@ def test_only_what_is_slower_everywhere_is_dominated():
 
 
 def propose(profile, space, *, num_devices=16, context=CONTEXT, **kwargs):
-    return propose_strategies(
-        profile,
-        LengthHistogram.load(find_file("lengths", "github")),
-        CandidateSettings(
-            num_devices=num_devices, context_length=context, tokens_per_iteration=131072,
-            space=space, num_batches=6, **kwargs,
-        ),
+    settings = CandidateSettings(
+        num_devices=num_devices, context_length=context, tokens_per_iteration=131072,
+        space=space, num_batches=6, **kwargs,
     )  # fmt: skip
+    lengths = LengthHistogram.load(find_file("lengths", "github"))
+    return decide_candidates(profile, lengths, settings).proposal
 
 
 def schemes_of(proposal):
@@ -197,19 +194,21 @@ def test_a_context_that_only_extended_schemes_fit():
     assert not static.schemes[0].is_plain
     widest = LengthHistogram.from_counts({9_000_000: 1})
     with pytest.raises(HydraConfigError, match=r"no scheme fits a micro-batch of 9000000 tokens"):
-        propose_strategies(
+        decide_candidates(
             a800("32b"),
             widest,
             CandidateSettings(num_devices=16, context_length=9_000_000, space="full"),
         )
 
 
-def test_given_strategies_stay_and_extended_ones_come_on_top():
-    given = parse_strategies(["4x<4,1>", "2x<8,1>"])
-    found = propose(a800("7b"), "full", given=given)
-    assert set(given) < set(found.strategies)
-    assert found.kept_ms < found.plain_ms
-    assert all(not all(s.is_plain for s in x.schemes) for x in set(found.strategies) - set(given))
+def test_strategies_of_two_schemes_stay_and_extended_ones_come_on_top():
+    """On 4 devices all of <TP,PP> are candidates, whatever they win."""
+    found = propose(a800("7b"), "full", num_devices=4)
+    plain = [s for s in found.strategies if all(scheme.is_plain for scheme in s.schemes)]
+    settings = CandidateSettings(num_devices=4, context_length=CONTEXT)
+    assert set(plain) == set(decide_candidates(a800("7b"), None, settings).strategies)
+    assert len(plain) < len(found.strategies)
+    assert found.plain_ms is None or found.kept_ms < found.plain_ms
 
 
 def run_engines(folder):

@@ -26,8 +26,8 @@ from ds_hydra.lab.simulator.ulysses import (
     rank_tokens,
     zero3_traffic_ms,
 )
-from ds_hydra.sampler.planner.candidate import Phases
 from ds_hydra.sampler.planner.iteration import plan_with_time, profiled_times
+from ds_hydra.sampler.planner.menus import plan_phases
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.sample_bench import FastEstimator
@@ -189,8 +189,8 @@ def planned(profile, lengths=LENGTHS, strategies=STRATEGIES, **max_len):
     }
     settings = PlannerSettings(solver="none", max_len_override=held)
     batch = PlanningProblem(make_batch(list(lengths)), profile, 8, settings)
-    phases = Phases(strategies).plan(batch)
-    return [str(phase.strategy) for phase in phases], sum(phase.iteration_ms for phase in phases)
+    found = plan_phases(batch, strategies)
+    return [str(phase.strategy) for phase in found.phases], found.time_ms
 
 
 def test_the_planner_keeps_weights_on_nodes_where_a_step_waits_for_them():
@@ -212,9 +212,10 @@ def test_weights_stay_where_gathered_layers_are_not_the_fastest_without():
     profile = replace(profile, latency={**profile.latency, **kept.latency})
     strategies = (*STRATEGIES, *parse_strategies(["8x<1,1>", "4x<sp2,1>"]))
     batch = PlanningProblem(make_batch(list(LENGTHS)), profile, 8, roomy(strategies))
-    (phase,) = Phases(strategies).plan(batch)
+    (phase,) = plan_phases(batch, strategies).phases
     assert str(phase.strategy) == "8x<1,1;hpz>"
-    assert not Phases(parse_strategies(["8x<1,1>", "4x<sp2,1>"])).plan(batch), "they are no phases"
+    kept = parse_strategies(["8x<1,1>", "4x<sp2,1>"])
+    assert not plan_phases(batch, kept).phases, "they are no phases"
 
 
 def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():
@@ -231,7 +232,7 @@ def test_candidates_that_keep_weights_have_their_links_and_what_was_learned():
             settings,
             Corrections(factors=known),
         )
-        (phase,) = Phases(strategies).plan(batch)
+        (phase,) = plan_phases(batch, strategies).phases
         assert str(phase.strategy) == "8x<1,1;hpz>"
         assert phase.link.pull_ms + phase.link.push_ms == 100
         assert phase.iteration_ms == pytest.approx(40 + 100)

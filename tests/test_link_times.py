@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,11 +20,11 @@ from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.candidates import EngineCandidates, planner_settings
 from ds_hydra.lab.simulator.events import simulate_iteration, simulate_plan
-from ds_hydra.sampler.candidate_set import gradient_bytes
+from ds_hydra.sampler.candidate_set import decide_candidates, gradient_bytes
+from ds_hydra.sampler.planner import phase_plan
 from ds_hydra.sampler.planner.iteration import plan_with_time
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
-from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.sampler.schedule import linked_ms
 from ds_hydra.strategy.cost_models.cluster import try_cluster
@@ -114,12 +115,13 @@ def test_the_strategy_whose_iteration_is_shortest_wins(lengths, times, overlap):
     checked one by one.
     """
     table = dict(zip(STRATEGIES, times, strict=True))
-    planner = with_links(table, num_perturbations=0, overlaps_links=overlap)
-    plan, time_ms = run(lengths, STRATEGIES, planner)
+    planner = with_links(table, overlaps_links=overlap)
     fitting = [
         s for s in STRATEGIES if max(lengths) <= max(MAX_LEN[scheme] for scheme in s.schemes)
     ]
-    alone = {s: run(lengths, [s], planner)[1] for s in fitting}
+    with mock.patch.object(phase_plan, "_NUM_PERTURBATIONS", 0):
+        plan, time_ms = run(lengths, STRATEGIES, planner)
+        alone = {s: run(lengths, [s], planner)[1] for s in fitting}
     assert time_ms == pytest.approx(min(alone.values()))
     simulation = simulate_plan(plan, LAYERED, links_of=table.get, overlap=overlap)
     assert time_ms == pytest.approx(simulation.push_end_ms)
@@ -168,18 +170,17 @@ def test_the_proposal_counts_links():
     profile = make_profile({"<1,1>": (1e-4, 1.0, 1.0), "<2,1>": (6e-5, 0.51, 1.0)}, max_len=400)
 
     def propose(links_of):
-        return propose_strategies(
-            profile,
-            LengthHistogram.from_counts({20: 6, 60: 3, 200: 1}),
-            CandidateSettings(
-                num_devices=4,
-                context_length=200,
-                tokens_per_iteration=800,
-                num_batches=6,
-                cluster=links_of and SimpleNamespace(link_times=links_of),
-                space="measured",
-            ),
+        settings = CandidateSettings(
+            num_devices=4,
+            context_length=200,
+            tokens_per_iteration=800,
+            num_batches=6,
+            cluster=links_of and SimpleNamespace(link_times=links_of),
+            space="measured",
+            max_enumerated=0,
         )
+        lengths = LengthHistogram.from_counts({20: 6, 60: 3, 200: 1})
+        return decide_candidates(profile, lengths, settings).proposal
 
     def links_of(strategy):
         pull_ms = 1e4 if Scheme(1, 1) in strategy.schemes else 0.0

@@ -14,6 +14,7 @@ from shared_data import shared_json
 from benchmarks.one_pipeline import pack_sequences
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.planner.bounds import min_num_micro_batches
+from ds_hydra.sampler.planner.packing import fewest_micro_batches
 from ds_hydra.sampler.planner.problem import SolverLimits, make_model
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
@@ -129,6 +130,19 @@ def test_min_num_micro_batches_is_a_lower_bound(lengths):
         len(groups) for groups in partitions(list(range(len(lengths)))) if fits(groups, lengths)
     )
     assert 1 <= min_num_micro_batches(np.array(sorted(lengths, reverse=True)), MAX_LEN) <= fewest
+
+
+def test_the_fullest_micro_batch_that_has_room_takes_a_sequence():
+    """Where the emptiest one did, 2 would find no place beside 6 and 3, or 5 and 4."""
+    lengths, micro_batches = np.array([6, 5, 4, 3, 2]), np.zeros(5, dtype=np.int64)
+    assert fewest_micro_batches(lengths, 10, 2, 0, micro_batches) == 2
+    assert micro_batches.tolist() == [0, 1, 0, 1, 1]
+
+
+def test_micro_batches_that_wait_for_their_weights_share_what_there_is():
+    """20 + 10 and 5 take 30 and 25 ms, of which the second waits; 20 + 5 and 10 take 25 each."""
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0, traffic_ms=25.0)
+    assert pack([20, 10, 5], latency, 1, True).objective_ms == pytest.approx(50)
 
 
 def test_capacity_so_tight_that_only_the_integer_program_finds_the_micro_batches():

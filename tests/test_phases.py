@@ -14,16 +14,17 @@ from reference import make_batch, make_profile
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.events import simulate_plan
 from ds_hydra.sampler.plan import imbalance_of
-from ds_hydra.sampler.planner import candidate as candidate_module
-from ds_hydra.sampler.planner.candidate import OneStrategy, Phases, find_menus
+from ds_hydra.sampler.planner import iteration as iteration_module
+from ds_hydra.sampler.planner import menus as menus_module
 from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, plan_steps
-from ds_hydra.sampler.planner.iteration import fastest, plan_iteration, plan_with_time
+from ds_hydra.sampler.planner.iteration import plan_iteration, plan_strategy, plan_with_time
+from ds_hydra.sampler.planner.menus import find_menus, menu_entries, plan_phases
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
 from ds_hydra.strategy.profiles.learned import Corrections
-from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
+from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
@@ -60,11 +61,11 @@ def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
 
 
 def test_a_plan_has_no_more_phases_than_can_be_read(monkeypatch):
-    monkeypatch.setattr(candidate_module, "MAX_PHASES", 4)
+    monkeypatch.setattr(menus_module, "MAX_PHASES", 4)
     found, time_ms = plan(LONG_AND_SHORT)
     assert len(found.in_turn) == 1
     assert time_ms == pytest.approx(150)
-    monkeypatch.setattr(candidate_module, "MAX_PHASES", 5)
+    monkeypatch.setattr(menus_module, "MAX_PHASES", 5)
     assert len(plan(LONG_AND_SHORT)[0].in_turn) == 5
 
 
@@ -156,7 +157,7 @@ def test_first_pull_and_last_push_are_paid_where_slices_change(wide, num_ends):
         max_len_override={s.schemes[0]: n for s, n in zip(strategies, (30, 120))},
     )
     planning = PlanningProblem(make_batch(LONG_AND_SHORT), profile, 4, settings)
-    found = fastest(planning, [Phases(strategies)])
+    found = plan_phases(planning, strategies)
     assert len(found.phases) == 5
     assert found.time_ms == pytest.approx(130 + num_ends)
 
@@ -179,13 +180,13 @@ def test_menus_of_one_tp_and_without_checkpointed_layers_are_composed_alone_too(
         composed.append([{(s.ckpt, s.tp) for s in menu.schemes} for menu in menus])
         return []
 
-    monkeypatch.setattr(candidate_module, "_compose", compose)
+    monkeypatch.setattr(menus_module, "_compose", compose)
     planning = PlanningProblem(make_batch(LONG_AND_SHORT), profile, 4, settings)
-    Phases(strategies).plan(planning)
+    plan_phases(planning, strategies)
     assert composed[0] == [{(0, 1)}, {(1, 1), (1, 2)}, {(2, 1)}]
     assert composed[1:] == [[{(0, 1)}, {(2, 1)}], [{(0, 1)}]]
     composed.clear()
-    Phases(GATHERED).plan(planning)
+    plan_phases(planning, GATHERED)
     assert composed == [[{(0, 1)}]]
 
 
@@ -201,7 +202,7 @@ def test_checkpointed_candidates_do_not_make_phases_slower():
     settings = replace(SETTINGS, max_len_override=held)
     planning = PlanningProblem(make_batch([60] * 4 + [20] * 4), profile, 4, settings)
     for strategies in (GATHERED, (*GATHERED, *checkpointed)):
-        assert fastest(planning, [Phases(strategies)]).time_ms == pytest.approx(88)
+        assert plan_phases(planning, strategies).time_ms == pytest.approx(88)
 
 
 @settings(max_examples=30, deadline=None)
@@ -225,29 +226,25 @@ def test_phases_are_simulated_one_after_another():
     assert simulation.bubble == pytest.approx(0)
 
 
+def menus_of(times, num_devices, held=lambda _: 30):
+    """Menus of schemes with T of `times`, which hold `held` tokens."""
+    profile = make_profile(times)
+    settings = PlannerSettings(max_len_override={s: held(s) for s in profile.latency})
+    planning = PlanningProblem(make_batch([]), profile, num_devices, settings)
+    return find_menus(menu_entries(planning, profile.latency), num_devices)
+
+
+def texts_of(menus):
+    return [[str(s) for s in menu.schemes] for menu in menus]
+
+
 def test_a_menu_has_one_scheme_for_each_number_of_ranks():
-    schemes = [
-        Scheme(2, 1, gather=True),
-        Scheme(1, 1, sp=2, gather=True),
-        Scheme(1, 1, gather=True),
-    ]
-    profile = make_profile(
-        {str(s): (0, b, 0) for s, b in zip([*schemes, Scheme(3, 1)], (0.7, 0.55, 1, 1))}
-    )
-
-    def menus(schemes, held=lambda *_: 30):
-        return [
-            [str(s) for s in menu.schemes]
-            for menu in find_menus(
-                schemes, profile, 4, max_len_tokens=held, links_of=lambda _: NO_LINKS
-            )
-        ]
-
-    assert menus(schemes) == [["<1,1;gather>", "<sp2,1;gather>"]]
-    assert menus(schemes[:1] + schemes[2:]) == [["<1,1;gather>", "<2,1;gather>"]]
-    assert menus(schemes[:2]) == []  # one size
-    assert menus([Scheme(3, 1)]) == []  # does not divide the ranks
-    assert menus(schemes, held=lambda s: 30 if s.sp > 1 else 0) == []  # one size that holds
+    wide = {"<2,1;gather>": (0, 0.7, 0), "<sp2,1;gather>": (0, 0.55, 0)}
+    one, three = {"<1,1;gather>": (0, 1, 0)}, {"<3,1;gather>": (0, 1, 0)}
+    assert texts_of(menus_of(wide | one, 4)) == [["<1,1;gather>", "<sp2,1;gather>"]]
+    assert menus_of(wide, 4) == []  # one size
+    assert menus_of(one | three, 4) == []  # does not divide the ranks
+    assert menus_of(wide | one, 4, held=lambda s: 30 if s.sp > 1 else 0) == []  # one holds any
 
 
 def test_a_menu_needs_no_group_that_the_candidates_lack():
@@ -270,14 +267,10 @@ def test_a_menu_needs_no_group_that_the_candidates_lack():
 
 def test_one_menu_for_long_sequences_and_one_for_short_ones():
     """<2,1> takes less for one sequence of 30 tokens, <sp2,1> for sixteen short ones."""
-    profile = make_profile(
-        {"<1,1;gather>": (0, 1, 0), "<2,1;gather>": (0, 0.7, 0), "<sp2,1;gather>": (0.01, 0.5, 0)}
-    )
-    found = find_menus(
-        list(profile.latency), profile, 4,
-        max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS,
-    )  # fmt: skip
-    assert [[str(s) for s in menu.schemes] for menu in found] == [
+    times = {
+        "<1,1;gather>": (0, 1, 0), "<2,1;gather>": (0, 0.7, 0), "<sp2,1;gather>": (0.01, 0.5, 0)
+    }  # fmt: skip
+    assert texts_of(menus_of(times, 4)) == [
         ["<1,1;gather>", "<2,1;gather>"],
         ["<1,1;gather>", "<sp2,1;gather>"],
     ]
@@ -286,10 +279,8 @@ def test_one_menu_for_long_sequences_and_one_for_short_ones():
 def test_groups_of_all_sizes_are_found_where_there_are_too_many_cuts():
     """One long sequence takes all of the second half, 64 short ones a rank each of the first."""
     schemes = [Scheme(1, 1, sp=2**k, gather=True) for k in range(8)]
-    profile = make_profile({str(s): (0, (1 + 0.1 * k) / s.sp, 0) for k, s in enumerate(schemes)})
-    (menu,) = find_menus(
-        schemes, profile, 128, max_len_tokens=lambda s: 30 * s.sp, links_of=lambda _: NO_LINKS
-    )
+    times = {str(s): (0, (1 + 0.1 * k) / s.sp, 0) for k, s in enumerate(schemes)}
+    (menu,) = menus_of(times, 128, held=lambda s: 30 * s.sp)
     sizes = (1, 2, 4, 8, 16, 32, 64, 128)
     assert tuple(s.sp for s in menu.schemes) == sizes
     groups = menu.groups_of_step(128)
@@ -304,11 +295,8 @@ OF_ANY_SIZE = [Scheme(1, 1, cp=n, gather=True) for n in (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 def widest_menu(num_devices, schemes=OF_ANY_SIZE):
-    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
-    menus = find_menus(
-        schemes, profile, num_devices,
-        max_len_tokens=lambda s: 30 * s.cp, links_of=lambda _: NO_LINKS,
-    )  # fmt: skip
+    times = {str(s): (0, 1 / s.cp, 0) for s in schemes}
+    menus = menus_of(times, num_devices, held=lambda s: 30 * s.cp)
     return max(menus, key=lambda menu: len(menu.entries))
 
 
@@ -340,9 +328,8 @@ def test_ranks_that_are_no_power_of_two_have_groups_of_all_and_of_powers_of_two(
 def test_sizes_that_do_not_divide_each_other_are_in_menus_of_their_own():
     """On 6 ranks groups of 3 are not beside groups of 2 or 4, and no size is lost to another."""
     schemes = [s for s in OF_ANY_SIZE if s.cp in (1, 2, 3, 6)]
-    profile = make_profile({str(s): (0, 1 / s.cp, 0) for s in schemes})
-    known = {"max_len_tokens": lambda s: 30 * s.cp, "links_of": lambda _: NO_LINKS}
-    found = find_menus(schemes, profile, 6, **known)
+    times = {str(s): (0, 1 / s.cp, 0) for s in schemes}
+    found = menus_of(times, 6, held=lambda s: 30 * s.cp)
     assert sorted([s.cp for s in menu.schemes] for menu in found) == [[1, 2, 6], [1, 3, 6]]
 
 
@@ -387,17 +374,15 @@ def held_profile():
 
 def test_proposed_where_they_make_global_batches_faster():
     batches = [make_batch(LONG_AND_SHORT, iteration) for iteration in range(3)]
-    settings = CandidateSettings(
-        num_devices=4, context_length=120, planner=SETTINGS, tolerance=0.01
-    )
+    settings = CandidateSettings(num_devices=4, context_length=120, planner=SETTINGS)
     bench, every = SampleBench(batches, settings.world(held_profile()), settings), GroupLimits(100)
     found = propose_phases(bench, bench.world.profile, every, (), np.full(3, 150.0))
     assert set(found.strategies) == set(GATHERED)
     assert found.times_ms == pytest.approx(130)
     assert not found.are_refused
-    none = propose_phases(bench, bench.world.profile, every, (), np.full(3, 131.0))
+    none = propose_phases(bench, bench.world.profile, every, (), np.full(3, 130.2))
     assert none.strategies == ()
-    assert none.times_ms == pytest.approx(131)
+    assert none.times_ms == pytest.approx(130.2)
     assert not none.are_refused
     refused = propose_phases(bench, bench.world.profile, GroupLimits(0), (), np.full(3, 150.0))
     assert refused.strategies == ()
@@ -408,51 +393,30 @@ def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     corrections = Corrections(outside_ms=dict.fromkeys(GATHERED, 50.0))
     batch = make_batch(LONG_AND_SHORT)
     planning = PlanningProblem(batch, PROFILE, 4, SETTINGS, corrections)
-    assert sum(p.iteration_ms for p in Phases(GATHERED).plan(planning)) == pytest.approx(130)
-    (widest,) = OneStrategy(GATHERED[2]).plan(planning)
+    assert plan_phases(planning, GATHERED).time_ms == pytest.approx(130)
+    widest = plan_strategy(planning, GATHERED[2])
     assert widest.iteration_ms == pytest.approx(150 + 50)
 
 
-def test_every_candidate_says_its_bound_and_its_plan():
-    planning = PlanningProblem(make_batch(LONG_AND_SHORT), PROFILE, 4, SETTINGS)
-    phases = Phases(GATHERED)
-    for candidate, held in (
-        (phases, True),
-        *((OneStrategy(s), s == GATHERED[2]) for s in GATHERED),
-    ):
-        found = candidate.plan(planning)
-        bound_ms = candidate.bound_ms(planning)
-        assert bool(found) == held == (bound_ms < np.inf)
-        if held:
-            assert bound_ms <= sum(phase.iteration_ms for phase in found)
-    best = fastest(planning, [phases, OneStrategy(GATHERED[2])])
-    assert best.time_ms == pytest.approx(130)
-    assert len(best.phases) == 5
+def test_strategies_are_planned_in_the_order_of_their_bounds_until_none_can_win(monkeypatch):
+    """Beside phases of 60 ms; of equal times the one with a bound."""
+    slow, equal, late = GATHERED
+    known, tried = {slow: (5, 90), equal: (59, 60), late: (60, 1)}, []
 
+    def plan_strategy(_, strategy, limit_ms):
+        tried.append((strategy, limit_ms))
+        return SimpleNamespace(iteration_ms=known[strategy][1], solve_slowest=lambda: None)
 
-class Made:
-    """A candidate of one phase."""
-
-    def __init__(self, bound_ms, time_ms):
-        self.least_ms, self.phase, self.limits = bound_ms, SimpleNamespace(iteration_ms=time_ms), []
-
-    def bound_ms(self, planning, limit_ms):
-        return self.least_ms
-
-    def plan(self, planning, limit_ms):
-        self.limits.append(limit_ms)
-        return [self.phase]
-
-
-def test_candidates_are_planned_in_the_order_of_their_bounds_until_none_can_win():
-    slow, unproved, equal, late = Made(5, 90), Made(0, 60), Made(10, 60), Made(60, 1)
-    best = fastest(None, [late, slow, equal, unproved])
-    assert best.phases == [equal.phase]  # of equal times the one with a bound
-    assert best.time_ms == 60
-    tried = [made.limits for made in (unproved, slow, equal, late)]
-    assert tried == [[np.inf], [60], [60], []]
-    assert fastest(None, [unproved], 60.0).phases == []
-    assert fastest(None, [], 7.0) == ([], 7.0)
+    for name, made in {
+        "plan_phases": lambda *_: SimpleNamespace(phases=[None], time_ms=60),
+        "iteration_bound_ms": lambda _, strategy, limit_ms: known[strategy][0],
+        "plan_strategy": plan_strategy,
+        "_finish": lambda _, phases: phases[0],
+    }.items():
+        monkeypatch.setattr(iteration_module, name, made)
+    found, time_ms = plan_with_time(None, [late, equal, slow])
+    assert tried == [(slow, 60), (equal, 60)]
+    assert found.iteration_ms == time_ms == 60
 
 
 def test_strategies_that_need_the_same_slices_share_link_plans():

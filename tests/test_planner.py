@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,8 +17,11 @@ from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.lab.simulator.events import simulate_plan
-from ds_hydra.sampler.planner.candidate import OneStrategy
-from ds_hydra.sampler.planner.iteration import plan_iteration, profiled_times
+from ds_hydra.sampler.planner.iteration import (
+    iteration_bound_ms,
+    plan_iteration,
+    profiled_times,
+)
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
@@ -89,8 +92,7 @@ def recompute(plan, objective, profile=PROFILE):
 def test_plans_are_legal_and_recomputable(lengths, strategies, objective, is_heuristic):
     longest = max(max(MAX_LEN[scheme] for scheme in s.schemes) for s in strategies)
     lengths = [min(length, longest) for length in lengths]
-    quick = {"num_trials": 1, "max_refine_steps": 0} if is_heuristic else {}
-    result = plan(lengths, strategies, objective, **quick)
+    result = plan(lengths, strategies, objective, refines=not is_heuristic)
     assert result.strategy in strategies
     placed = [i for p in result.pipelines for m in p.micro_batches for i in m]
     assert sorted(placed) == list(range(len(lengths)))
@@ -172,7 +174,7 @@ def test_plans_of_ranks_that_share_cores_are_above_their_bounds(lengths, strateg
     )
     alone = recompute(plan, objective)
     assert all(a / 2 <= p.makespan_ms + 1e-9 <= a + 2e-9 for p, a in zip(plan.pipelines, alone))
-    bound_ms = OneStrategy(plan.strategy).bound_ms(PlanningProblem(batch, SHARED, 8, overrides))
+    bound_ms = iteration_bound_ms(PlanningProblem(batch, SHARED, 8, overrides), plan.strategy)
     assert plan.lower_bound_ms <= plan.makespan_ms + 1e-9
     assert bound_ms <= plan.makespan_ms * (1 + 1e-9)
 
@@ -216,23 +218,12 @@ def test_times_by_a_profile_that_lacks_schemes_of_the_plan():
     assert profiled_times(made, nothing, settings_) == [None] * 3
 
 
-def test_one_sequence_leaves_pipelines_empty():
-    result = plan([5])
-    assert sum(len(p.micro_batches) for p in result.pipelines) == 1
+@pytest.mark.parametrize("lengths", [[], [5]])
+def test_pipelines_without_sequences_have_no_micro_batches(lengths):
+    result = plan(lengths)
+    assert sum(len(p.micro_batches) for p in result.pipelines) == len(lengths)
     assert result.makespan_ms == result.lower_bound_ms
     assert result.imbalance == 0.0
-
-
-def test_a_batch_without_sequences_is_an_empty_plan():
-    result = plan([])
-    assert result.makespan_ms == 0.0
-    assert all(not p.micro_batches for p in result.pipelines)
-
-
-def test_sample_indices_and_labels_pass_through():
-    batch = make_batch([3, 4, 5], iteration=7)
-    result = plan_iteration(batch, strategies=STRATEGIES, profile=PROFILE, num_devices=8)
-    assert all(getattr(result, field.name) == getattr(batch, field.name) for field in fields(batch))
 
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=10), subsets)
@@ -245,10 +236,6 @@ def test_advice_for_a_sequence_that_fits_nowhere_works(lengths, strategies):
         assert f"sequence {lengths.index(max(lengths))} has {max(lengths)} tokens" in message
         advice = int(re.search(r"lower hydra.context_length to (\d+)", message)[1])
         plan([min(length, advice) for length in lengths], strategies)
-
-
-def test_a_sequence_that_fits_only_one_candidate_selects_it():
-    assert plan([80] + [1] * 30).strategy == Strategy.parse("1x<4,1> + 4x<1,1>")
 
 
 def test_bad_input_is_refused_where_it_enters():
@@ -274,7 +261,7 @@ def test_settings_round_trip_through_json():
 def test_64_gpus(name):
     profile = Profile.from_json(shared_json("profiles/a800_llama2_32b.json"))
     gaps = []
-    for iteration, lengths in enumerate(shared_json(f"planner/{name}.json")["batches"][:20]):
+    for iteration, lengths in enumerate(shared_json(f"planner/{name}.json")["batches"][:8]):
         result = make_plan(lengths, STRATEGIES_32B_64, profile, 64, iteration=iteration)
         assert result.makespan_ms == pytest.approx(
             max(recompute(result, "exact", profile)), rel=1e-9

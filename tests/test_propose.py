@@ -18,14 +18,13 @@ from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.sampler import propose as propose_module
-from ds_hydra.sampler.candidate_set import check_longest, decide_candidates
+from ds_hydra.sampler.candidate_set import CandidateSpace, decide_candidates
 from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.propose import (
     ForPhases,
     GroupLimits,
     _menus,
     groups_of_gathered,
-    propose_strategies,
 )
 from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Strategy
@@ -63,18 +62,17 @@ def github() -> LengthHistogram:
 
 def propose(github, num_batches=16, **settings):
     """For short sequences of GitHub on 8 devices, among <TP,PP>."""
-    return propose_strategies(
-        flat_profile("a800_llama2_7b"),
-        github,
-        CandidateSettings(
-            num_devices=8,
-            context_length=CONTEXT,
-            tokens_per_iteration=TOKENS,
-            space="plain",
-            num_batches=num_batches,
-            **settings,
-        ),
+    known = CandidateSettings(
+        num_devices=8,
+        context_length=CONTEXT,
+        tokens_per_iteration=TOKENS,
+        space="plain",
+        num_batches=num_batches,
+        num_link_groups=0,
+        max_enumerated=0,
+        **settings,
     )
+    return decide_candidates(flat_profile("a800_llama2_7b"), github, known).proposal
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +111,6 @@ def test_document_is_a_candidate_set(proposal):
     assert [reason["strategy"] for reason in document["reasons"]] == document["strategies"]
 
 
-def test_the_same_arguments_give_the_same_set(github):
-    assert propose(github, 2) == propose(github, 2)
-
-
 def test_groups_with_the_same_ranks_are_counted_once():
     strategies = [
         Strategy.parse(t) for t in ("1x<4,1> + 2x<2,1>", "4x<2,1>", "2x<2,2>", "1x<1,3> + 5x<1,1>")
@@ -133,11 +127,14 @@ def test_communicators_are_bounded(github):
 def test_progress_is_reported(github):
     profile = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.6, 0.0)})
     seen = []
-    propose_strategies(
+    settings = CandidateSettings(
+        num_devices=4, context_length=50, space="plain", num_batches=3, max_enumerated=0
+    )
+    decide_candidates(
         profile,
         LengthHistogram.from_counts({50: 7}),
-        CandidateSettings(num_devices=4, context_length=50, space="plain", num_batches=3),
-        progress=lambda done, total: seen.append((done, total)),
+        settings,
+        lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
@@ -173,7 +170,7 @@ def test_what_stays_is_a_candidate_beside_phases_that_have_it_too(monkeypatch):
     """Phases for which communicators are missing hold the one strategy that stays."""
     stays, other, menu = parse_strategies(["1x<cp2,1;gather>", "1x<2,1>", "2x<1,1;gather>"])
     times = {stays: np.array([3.0, 9.0]), other: np.array([9.0, 9.0])}
-    choice = propose_module._Choice(GroupLimits(9), 0.01, [stays], [stays, other], dict(times))
+    choice = propose_module._Choice(GroupLimits(9), [stays], [stays, other], dict(times))
 
     def propose_phases(_bench, _profile, _limits, beside, known_ms):
         if other in beside:
@@ -340,4 +337,4 @@ def test_the_longest_context_that_is_advised_fits(context):
     if context > 396_278:
         said = pytest.raises(HydraConfigError, match="lower the context to 396278, or use 16 dev")
     with said:
-        check_longest(profile, settings)
+        CandidateSpace(profile, settings).check_longest()

@@ -105,7 +105,7 @@ def test_half_of_the_global_batches_have_to_do_for_very_many_candidates(
 ):
     monkeypatch.setattr(sample_bench, "_MANY", many)
     tried = []
-    settings = CandidateSettings(num_devices=NUM_DEVICES, context_length=16384, num_rounds=0)
+    settings = CandidateSettings(num_devices=NUM_DEVICES, context_length=16384)
     bench = SampleBench([BATCH] * 6, WORLD, settings)
     winners = bench.winners_near(STRATEGIES, (), lambda done, of: tried.append((done, of)))
     assert tried == [(number + 1, 6) for number in range(num_tried)]

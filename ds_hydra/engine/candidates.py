@@ -39,10 +39,9 @@ from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, UnsupportedMo
 from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.candidate_set import (
     Candidates,
-    check_longest,
+    CandidateSpace,
     decide_candidates,
     gradient_bytes,
-    proposes,
 )
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings, PlanningTask
@@ -410,8 +409,9 @@ class EngineCandidates:
         profile, settings = self.ensure_profile(), self._settings()
         if self._proposed_with is profile:
             settings = replace(settings, given=self.strategies)
-        run_together(lambda: _check_longest(profile, settings), self._device)
-        if proposes(profile, settings):
+        space = CandidateSpace(profile, settings)
+        run_together(lambda: _check_longest(space), self._device)
+        if space.proposes:
             reasons = run_together(
                 lambda: self._decide(self._histogram()).reasons if self.is_first_rank else (),
                 self._device,
@@ -499,10 +499,10 @@ def naming_run_dir(config: HydraConfig) -> Iterator[None]:
         ) from error
 
 
-def _check_longest(profile: Profile, settings: CandidateSettings) -> None:
+def _check_longest(space: CandidateSpace) -> None:
     """Raise InfeasiblePlanError where nothing fits the longest sequence of the data."""
     try:
-        check_longest(profile, settings)
+        space.check_longest()
     except HydraConfigError as error:
         raise InfeasiblePlanError(
             f"training data: {error}, or raise hydra.memory_limit_bytes"

@@ -58,6 +58,15 @@ class _Job(NamedTuple):
         """The request to a planning process."""
         return self.batch.to_json() | {"corrections": self.corrections.to_json()}
 
+    def planned(self, reply: Mapping[str, Any], waited_ms: float) -> dict[str, Any]:
+        """The `PlannedIteration` that a planning process has made, as a document."""
+        return {
+            **reply,
+            "waited_ms": waited_ms,
+            "source": "worker",
+            "corrections": self.corrections.to_json(),
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
@@ -95,7 +104,7 @@ class PlannedIteration:
 class BackgroundPlanner:
     """Plans submitted iterations in `num_workers` processes; only rank 0 has one.
 
-    Submit iterations while `has_room`, then `get` them in any order. Plans do not depend on the
+    `submit` iterations, then `get` each once, in any order. Plans do not depend on the
     number of workers, unless one is later than `deadline_s`, counted from the call of `get`: then
     the heuristic plan (no refinement) is made in line and a warning logged. A worker that dies is
     replaced, what it worked on is planned again, and a warning logged; one that hangs over a late
@@ -107,11 +116,9 @@ class BackgroundPlanner:
         task: PlanningTask,
         *,
         num_workers: int = 1,
-        lookahead: int = LOOKAHEAD,
         deadline_s: float = 30.0,
     ) -> None:
         self.task = task
-        self.lookahead = lookahead
         self.deadline_s = deadline_s
         self.num_restarts = 0
         self.num_late = 0
@@ -133,11 +140,6 @@ class BackgroundPlanner:
         atexit.register(self.close)
 
     @property
-    def has_room(self) -> bool:
-        """Whether fewer than `lookahead` iterations are submitted and not yet fetched."""
-        return len(self._pending) < self.lookahead
-
-    @property
     def worker_pids(self) -> tuple[int, ...]:
         """Process ids of the workers that run now."""
         return tuple(pid for worker in self._workers if (pid := worker.pid) is not None)
@@ -146,8 +148,6 @@ class BackgroundPlanner:
         """Hands `batch` to the next free worker; returns at once."""
         if self._is_closed:
             raise RuntimeError("the background planner is closed")
-        if batch.iteration in self._pending:
-            raise ValueError(f"iteration {batch.iteration} is already submitted")
         job = self._pending[batch.iteration] = _Job(batch, corrections, Future())
         if self._workers:
             self._queue.put(job)
@@ -156,10 +156,6 @@ class BackgroundPlanner:
         """The plan of a submitted iteration, once. Raises the error that planning raised, in this
         process.
         """
-        if iteration not in self._pending:
-            raise ValueError(
-                f"iteration {iteration} is not submitted; pending: {sorted(self._pending)}"
-            )
         start = time.perf_counter()
         job = self._pending[iteration]
         reply, is_late = {}, False
@@ -173,13 +169,7 @@ class BackgroundPlanner:
             raise getattr(errors, reply["error"]["type"])(reply["error"]["message"])
         if "plan" not in reply:
             return self._plan_inline(job, start, is_late=is_late)
-        return PlannedIteration(
-            plan=IterationPlan.from_json(reply["plan"]),
-            planning_ms=reply["planning_ms"],
-            waited_ms=_elapsed_ms(start),
-            source="worker",
-            corrections=job.corrections,
-        )
+        return PlannedIteration.from_json(job.planned(reply, _elapsed_ms(start)))
 
     def peek(self, iteration: int) -> dict[str, Any] | None:
         """The result of `get` as a document, where a worker has made it. None where `get` would
@@ -188,13 +178,7 @@ class BackgroundPlanner:
         job = self._pending.get(iteration)
         if job is None or not job.reply.done() or "plan" not in (reply := job.reply.result()):
             return None
-        return {
-            "plan": reply["plan"],
-            "planning_ms": reply["planning_ms"],
-            "waited_ms": 0.0,
-            "source": "worker",
-            "corrections": job.corrections.to_json(),
-        }
+        return job.planned(reply, waited_ms=0.0)
 
     def _plan_inline(self, job: _Job, start: float, *, is_late: bool) -> PlannedIteration:
         task = self.task

@@ -7,8 +7,9 @@ are arguments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
@@ -65,6 +66,69 @@ class Candidates:
         return tuple(sorted(schemes_of(self.strategies) & self.profile.assumed))
 
 
+class CandidateSpace:
+    """The World of a run, and the schemes that its candidates may have."""
+
+    def __init__(self, profile: Profile, settings: CandidateSettings) -> None:
+        self.settings, self.world = settings, settings.world(profile)
+
+    @cached_property
+    def extended(self) -> World:
+        """The World of the usable part of the profile and of all that a proposal may derive from
+        it. Schemes too large for memory are kept as sources: their T still serves to derive others.
+        """
+        measured, settings = self.world.measured, self.settings
+        if settings.space != "full":
+            return self.world.knowing(_usable(self.world.profile, settings))
+        schemes = candidate_schemes(measured, settings.space, settings.num_tokens)
+        return self.world.knowing(_usable(measured.costs.table(schemes), settings))
+
+    @cached_property
+    def schemes(self) -> Sequence[Scheme]:
+        """Schemes that a proposal may choose among."""
+        return usable_schemes(self.extended, self.settings.space)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether the lengths of the data decide: on many devices, or where there are schemes
+        beside <TP,PP>.
+        """
+        if self.settings.given or not self.settings.is_enumerated:
+            return not self.settings.given
+        return not (self.schemes and all(scheme.is_plain for scheme in self.schemes))
+
+    def check_longest(self) -> None:
+        """Raise HydraConfigError where no scheme of any candidate fits a sequence of the
+        context.
+        """
+        settings, proposes = self.settings, self.proposes
+        schemes = schemes_of(settings.given)
+        known = self.world.costs.extended(schemes)
+        if proposes:
+            schemes = set(self.schemes)
+        elif not settings.given:
+            schemes = set(_usable(self.world.profile, settings).latency)
+        is_full = proposes and settings.space == "full"
+        check_context(
+            self.world.knowing(known),
+            schemes,
+            advises_full=not settings.given and not is_full,
+            is_full=is_full,
+            tokens_per_iteration=settings.tokens_per_iteration,
+        )
+
+    def find_cheapest_holding(self) -> Scheme | None:
+        """The scheme that takes least time for a sequence of the context, of those that may be
+        proposed; None where none fits.
+        """
+        context, extended = self.settings.context_length, self.extended
+        return min(
+            (scheme for scheme in self.schemes if extended.max_len_tokens(scheme) >= context),
+            key=lambda scheme: extended.costs.latency(scheme).micro_batch_ms([context]),
+            default=None,
+        )
+
+
 def decide_candidates(
     profile: Profile | None,
     histogram: LengthHistogram | None,
@@ -82,30 +146,33 @@ def decide_candidates(
     Raises HydraConfigError where nothing fits the longest of the lengths, or the model runs no
     scheme.
     """
-    world = None if profile is None else settings.world(profile)
-    extended = None if world is None or settings.given else _extended(world, settings)
-    if world is not None and histogram is not None:
-        _check_longest(world, settings, extended)
+    space = None if profile is None else CandidateSpace(profile, settings)
+    if space is not None and histogram is not None:
+        space.check_longest()
     if settings.given:
-        known = None if world is None else world.costs.extended(schemes_of(settings.given))
+        known = None if space is None else space.world.costs.extended(schemes_of(settings.given))
         return Candidates(strategies=settings.given, profile=known)
     start = _without_lengths(profile, settings)
-    if world is None or extended is None or histogram is None or not _proposes(extended, settings):
-        if not start and world is not None and extended is not None:  # nothing plain has room
-            allowed = usable_schemes(extended, settings.space)  # what shares more, alone
-            start = _within_limits(_of_one_scheme(allowed, settings), settings)
-            return _checked(start, world.costs.extended(schemes_of(start)), settings)
-        return _checked(start, profile, settings)
-    gathered = extended.profile
+    if space is None or histogram is None or not space.proposes:
+        if not start and space is not None:  # nothing plain has room: what shares more, alone
+            start = _within_limits(_of_one_scheme(space.schemes, settings), settings)
+            profile = space.world.costs.extended(schemes_of(start))
+        if not start:
+            raise HydraConfigError(
+                f"no scheme that this model can run fits {settings.num_devices} devices; set "
+                "hydra.strategies, or hydra.profile to another one"
+            )
+        return Candidates(strategies=start, profile=profile)
+    gathered = space.extended.profile
     if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
-        measured = world.measured
+        measured = space.world.measured
         on_nodes = (scheme for scheme in measured.profile.latency if scheme.hpz)
         gathered = measured.costs.table((*unpruned_schemes(measured, 0.0), *on_nodes))
     staying = () if settings.is_enumerated else settings.staying or start
     max_groups_of_rank = MAX_GROUPS_OF_RANK - LINK_GROUPS
     proposal = propose_among(
-        extended,
+        space.extended,
         histogram,
         settings,
         start=start if settings.is_enumerated else (),
@@ -113,65 +180,11 @@ def decide_candidates(
             settings.group_limit - settings.num_link_groups - count_groups(staying),
             max_groups_of_rank - most_groups_of_rank(groups_of_all(staying)),
         ),
-        progress=progress,
         gathered=gathered,
+        progress=progress,
     )
-    known = world.costs.extended(schemes_of(proposal.strategies))
+    known = space.world.costs.extended(schemes_of(proposal.strategies))
     return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
-
-
-def proposes(profile: Profile, settings: CandidateSettings) -> bool:
-    """Whether the lengths of the data decide: on many devices, or where there are schemes beside
-    <TP,PP>.
-    """
-    if settings.given or not settings.is_enumerated:
-        return not settings.given
-    return _proposes(_extended(settings.world(profile), settings), settings)
-
-
-def _proposes(extended: World, settings: CandidateSettings) -> bool:
-    """The same with all that a proposal may derive."""
-    if not settings.is_enumerated:
-        return True
-    allowed = usable_schemes(extended, settings.space)
-    return not (allowed and all(scheme.is_plain for scheme in allowed))
-
-
-def check_longest(profile: Profile, settings: CandidateSettings) -> None:
-    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
-    world = settings.world(profile)
-    _check_longest(world, settings, None if settings.given else _extended(world, settings))
-
-
-def find_cheapest_holding(profile: Profile, settings: CandidateSettings) -> Scheme | None:
-    """The scheme that takes least time for a sequence of the context, of those that may be
-    proposed; None where none fits.
-    """
-    extended = _extended(settings.world(profile), settings)
-    context, known = settings.context_length, usable_schemes(extended, settings.space)
-    return min(
-        (scheme for scheme in known if extended.max_len_tokens(scheme) >= context),
-        key=lambda scheme: extended.costs.latency(scheme).micro_batch_ms([context]),
-        default=None,
-    )
-
-
-def _check_longest(world: World, settings: CandidateSettings, extended: World | None) -> None:
-    """The same with all that a proposal may derive; None where strategies are given."""
-    schemes = schemes_of(settings.given)
-    known, is_full = world.costs.extended(schemes), False
-    if extended is not None and _proposes(extended, settings):
-        schemes = set(usable_schemes(extended, settings.space))
-        is_full = settings.space == "full"
-    elif extended is not None:
-        schemes = set(_usable(world.profile, settings).latency)
-    check_context(
-        world.knowing(known),
-        schemes,
-        advises_full=not settings.given and not is_full,
-        is_full=is_full,
-        tokens_per_iteration=settings.tokens_per_iteration,
-    )
 
 
 def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:
@@ -192,17 +205,6 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
 def _of_one_scheme(schemes: Iterable[Scheme], settings: CandidateSettings) -> list[Strategy]:
     """Strategies with as many pipelines of each of `schemes` as have room."""
     return [Strategy.alike(scheme, settings.num_devices) for scheme in schemes]
-
-
-def _checked(
-    strategies: tuple[Strategy, ...], profile: Profile | None, settings: CandidateSettings
-) -> Candidates:
-    if not strategies:
-        raise HydraConfigError(
-            f"no scheme that this model can run fits {settings.num_devices} devices; set "
-            "hydra.strategies, or hydra.profile to another one"
-        )
-    return Candidates(strategies=strategies, profile=profile)
 
 
 def _within_limits(
@@ -232,14 +234,3 @@ def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSetti
 def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
     usable = (s for s in profile.latency if _is_usable(s, profile, settings))
     return Costs(profile).table(usable)
-
-
-def _extended(world: World, settings: CandidateSettings) -> World:
-    """The world of the usable part of its profile and of all that a proposal may derive from it.
-    Schemes too large for memory are kept as sources: their T still serves to derive others.
-    """
-    if settings.space != "full":
-        return world.knowing(_usable(world.profile, settings))
-    measured = world.measured
-    schemes = candidate_schemes(measured, settings.space, settings.num_tokens)
-    return world.knowing(_usable(measured.costs.table(schemes), settings))

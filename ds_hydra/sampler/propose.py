@@ -16,8 +16,11 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.planner.candidate import Phases, find_menus
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner.menus import find_menus, menu_entries
+from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.sample_bench import (
+    TOLERANCE,
     CandidateSettings,
     SampleBench,
     TellProgress,
@@ -25,7 +28,7 @@ from ds_hydra.sampler.sample_bench import (
 )
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.cost_models.costs import Costs, World
-from ds_hydra.strategy.profiles.profile import NO_LINKS, Profile
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
@@ -34,7 +37,6 @@ from ds_hydra.strategy.proposal.program import (
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.proposal.space import candidate_schemes
 from ds_hydra.strategy.schemes.enumeration import STRATEGIES_SCHEMA, full_strategies
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
@@ -160,36 +162,15 @@ class GroupLimits(NamedTuple):
         return is_enough and most_groups_of_rank(groups) <= self.num_groups_of_rank
 
 
-def propose_strategies(
-    profile: Profile,
-    histogram: LengthHistogram,
-    settings: CandidateSettings,
-    progress: TellProgress | None = None,
-) -> Proposal:
-    """`propose_among` the schemes of `profile`, and in the full space what follows from it;
-    gathered ones where the cluster says how fast layers move. Strategies `given` stay, and others
-    come on top.
-    """
-    world = settings.world(profile)
-    if settings.space == "full":
-        measured = world.measured
-        schemes = candidate_schemes(measured, settings.space, settings.num_tokens)
-        world = world.knowing(measured.costs.table(schemes))
-    limits = GroupLimits(settings.group_limit)
-    return propose_among(
-        world, histogram, settings, start=settings.given, limits=limits, progress=progress
-    )
-
-
 def propose_among(
     world: World,
     histogram: LengthHistogram,
     settings: CandidateSettings,
     *,
+    start: Sequence[Strategy],
     limits: GroupLimits,
-    start: Sequence[Strategy] = (),
-    gathered: Profile | None = None,
-    progress: TellProgress | None = None,
+    gathered: Profile,
+    progress: TellProgress | None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled global batches.
 
@@ -197,7 +178,7 @@ def propose_among(
     of the context has a place and the set is never slower than static training. Or the strategies
     of `start` stay in its place. Then strategies of the other schemes of `world` come on top
     where they make the sampled global batches faster. Finally, gathered schemes of `gathered`
-    (None: of `world`) are added that phases can be composed from.
+    are added that phases can be composed from.
 
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
@@ -212,7 +193,7 @@ def propose_among(
         check_context(world, advises_full=True)
 
     bench = SampleBench(sample_batches(histogram, settings), world, settings)
-    choice = _Choice(limits, settings.tolerance, [*start], [*start])
+    choice = _Choice(limits, [*start], [*start])
     for strategy in start:
         choice.table[strategy] = bench.times_ms(strategy)
     proposed = _of_program(world, histogram, settings) if "plain" in spaces else {}
@@ -223,7 +204,7 @@ def propose_among(
             choice.table[strategy] = bench.times_ms(strategy)
         choice.grow()
         plain = choice.chosen if each == "plain" else plain
-    for_phases = _with_phases(bench, choice, gathered or world.profile)
+    for_phases = _with_phases(bench, choice, gathered)
     return _describe(bench, choice, plain, proposed, for_phases)
 
 
@@ -232,7 +213,6 @@ class _Choice:
     """Candidates that were rated, and those of them that a run gets."""
 
     limits: GroupLimits
-    tolerance: float
     staying: list[Strategy]
     """Strategies that a run gets whatever they win."""
     chosen: list[Strategy]
@@ -257,7 +237,7 @@ class _Choice:
         One strategy at least has been chosen that has a time for every global batch.
         """
         times, limits = self.times_ms, self.limits
-        goal_ms = float(np.min(list(self.table.values()), axis=0).mean()) * (1 + self.tolerance)
+        goal_ms = float(np.min(list(self.table.values()), axis=0).mean()) * (1 + TOLERANCE)
         open_ = [strategy for strategy in self.table if strategy not in self.chosen]
         while open_ and times.mean() > goal_ms:
             affordable = [s for s in open_ if count_groups([*self.chosen, s]) <= limits.num_groups]
@@ -347,7 +327,7 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
         return ForPhases(
             found.chosen,
             (*found.strategies, *more),
-            bench.with_phases_ms(Phases(every), found.times_ms, known),
+            bench.with_phases_ms(every, found.times_ms, known),
         )
     return found
 
@@ -368,21 +348,20 @@ def propose_phases(
     are_refused, taken = False, groups_of_all(beside)
     for _ in range(_MAX_MENUS):
         # Menus may share strategies
-        tried = {n: Phases(tuple(dict.fromkeys((*chosen, *own)))) for n, own in menus.items()}
+        tried = {n: tuple(dict.fromkeys((*chosen, *own))) for n, own in menus.items()}
         times = {
-            number: bench.with_phases_ms(phases, best, profile)
-            for number, phases in tried.items()
-            if limits.allow(taken | groups_of_all(phases.strategies))
+            number: bench.with_phases_ms(strategies, best, profile)
+            for number, strategies in tried.items()
+            if limits.allow(taken | groups_of_all(strategies))
         }
         are_refused |= len(times) < len(tried)
         number = min(times, key=lambda n: float(times[n].mean()), default=None)
-        least_gain = bench.settings.tolerance
-        if number is None or times[number].mean() > (1 - least_gain) * best.mean():
+        if number is None or times[number].mean() > (1 - TOLERANCE) * best.mean():
             break
-        chosen, best = tried[number].strategies, times[number]
+        chosen, best = tried[number], times[number]
         del menus[number]
     if chosen:
-        known_ms = bench.with_phases_ms(Phases(chosen), known_ms, profile)
+        known_ms = bench.with_phases_ms(chosen, known_ms, profile)
     return ForPhases(beside, chosen, known_ms, are_refused)
 
 
@@ -390,6 +369,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
     """Strategies of one scheme, one for each number of ranks; each menu once."""
     found: dict[tuple[Strategy, ...], None] = {}
     number, layers = settings.num_devices, profile.memory.num_layers
+    planning = PlanningProblem(GlobalBatch.of_lengths(()), profile, number)  # prices and MaxLen
     known = (s for s in profile.latency if s.gathering == (True, False) and not s.ckpt)
     gathered = [scheme for scheme in known if profile.memory.knows(scheme)]
     for step in [0] if profile.is_checkpointed else range(_CKPT_STEPS + 1):
@@ -401,13 +381,7 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
         # Fewer still where every group is cut in one way
         by_context = [s for s in even if s.tp == 1 and (s.sp == 1 or s.context_first)]
         for own in (schemes, even, by_context):
-            menus = find_menus(
-                own,
-                profile,
-                number,
-                max_len_tokens=lambda scheme: profile.max_len_tokens(scheme, number),
-                links_of=lambda _: NO_LINKS,
-            )
+            menus = find_menus(menu_entries(planning, own), number)
             found |= dict.fromkeys(menu.alike(number) for menu in menus)
     return found
 

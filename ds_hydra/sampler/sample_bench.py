@@ -13,9 +13,9 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner.candidate import Phases
 from ds_hydra.sampler.planner.dispatch import dispatch_trials
-from ds_hydra.sampler.planner.iteration import fastest, times_alone
+from ds_hydra.sampler.planner.iteration import times_alone
+from ds_hydra.sampler.planner.menus import plan_phases
 from ds_hydra.sampler.planner.phase_plan import PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.planner.problem import DispatchProblem, PipelineKind, make_problem
@@ -53,6 +53,14 @@ _FEWEST_BATCHES, _MOST_BATCHES, _ENOUGH = 4, 32, 8_000
 """Global batches of a sample, and the sequences that are enough: a large global batch is a sample
 of lengths by itself.
 """
+TOLERANCE = 0.002
+"""Share by which the set that stays may be slower than the set of all candidates, on average over
+the sampled global batches.
+"""
+_MAX_PLANNED = 24
+"""Strategies that are planned for a global batch; of more, those among the best of one greedy
+dispatch.
+"""
 _LEAST_GAIN = 1e-3
 """Least share by which a strategy makes the estimates of all faster, or it is not planned."""
 # Four steps and 24 strategies instead of 40 make simulated iterations half a percent longer.
@@ -76,11 +84,7 @@ class CandidateSettings:
     and push. `max_enumerated`: devices up to which all strategies of two schemes are candidates.
 
     How proposed ones are tried: on `num_batches` global batches drawn with `seed` (None: 32, fewer
-    where these have more than `_ENOUGH` sequences together), by plans of `planner`. `max_planned`:
-    strategies that are planned for a global batch; of more, those among the best of one greedy
-    dispatch. `num_rounds`: how often the strategies one step away from the winners are tried too.
-    `tolerance`: how much slower, on average over the sampled global batches, the set that stays may
-    be than the set of all candidates.
+    where these have more than `_ENOUGH` sequences together), by plans of `planner`.
     """
 
     num_devices: int
@@ -97,9 +101,6 @@ class CandidateSettings:
     num_batches: int | None = None
     seed: int = 0
     planner: PlannerSettings = HEURISTIC
-    max_planned: int = 24
-    num_rounds: int = 1
-    tolerance: float = 0.002
 
     @classmethod
     def of(
@@ -188,12 +189,10 @@ class SampleBench:
         sequences = sum(len(batch.lengths) for batch in self.batches)
         many = len(candidates) * sequences > _MANY
         winners = self.winners(candidates, progress, share=1 / 2 if many else 1.0)
-        for _ in range(self.settings.num_rounds):
-            near = dict.fromkeys(
-                n for won in winners for n in (won, *neighbour_strategies(won, schemes))
-            )
-            winners = [*dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2)))]
-        return winners
+        near = dict.fromkeys(
+            n for won in winners for n in (won, *neighbour_strategies(won, schemes))
+        )
+        return [*dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2)))]
 
     def climb(
         self, start: Sequence[Strategy], schemes: Sequence[Scheme], progress: TellProgress | None
@@ -239,14 +238,16 @@ class SampleBench:
             known.update(zip(missing, times_alone(planning, missing).tolist()))
         return np.array([known[strategy] for strategy in strategies])
 
-    def with_phases_ms(self, phases: Phases, known_ms: FloatArray, profile: Profile) -> FloatArray:
-        """`known_ms` of each of the first global batches, or the time of `phases` by `profile`
-        where that is less.
+    def with_phases_ms(
+        self, strategies: Sequence[Strategy], known_ms: FloatArray, profile: Profile
+    ) -> FloatArray:
+        """`known_ms` of each of the first global batches, or the time of phases out of `strategies`
+        by `profile` where that is less.
         """
-        planner, found = self._planner(phases.strategies), []
+        planner, found = self._planner(strategies), []
         for batch, limit_ms in zip(self.batches, known_ms.tolist()):
             planning = PlanningProblem(batch, profile, self.world.num_devices, planner)
-            found.append(fastest(planning, [phases], limit_ms).time_ms)
+            found.append(plan_phases(planning, strategies, limit_ms).time_ms)
         return np.array(found)
 
     def _planner(self, strategies: Iterable[Strategy]) -> PlannerSettings:
@@ -265,19 +266,14 @@ class SampleBench:
         `share`: of the global batches that are looked at, rounded up.
         """
         won: Counter[Strategy] = Counter()
-        estimator, most = None, self.settings.max_planned
-        if len(strategies) > most:
-            estimator = FastEstimator(
-                strategies,
-                self.world,
-                num_trials=self.settings.planner.num_trials,
-                seed=self.settings.planner.seed,
-            )
+        estimator = None
+        if len(strategies) > _MAX_PLANNED:
+            estimator = FastEstimator(strategies, self.world)
         for number in range(ceil(share * len(self.batches))):
             tried = strategies
             if estimator is not None:
                 estimates = estimator.estimates_ms(self.batches[number])
-                best = np.argsort(estimates, kind="stable")[:most]
+                best = np.argsort(estimates, kind="stable")[:_MAX_PLANNED]
                 near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
                 # In the order of the candidates: of equal times the first wins, whatever was
                 # estimated.
@@ -336,15 +332,7 @@ class FastEstimator:
     those that are worth a plan. Arrays are in the form that compiled code works on.
     """
 
-    def __init__(
-        self,
-        strategies: Sequence[Strategy],
-        world: World,
-        *,
-        num_trials: int = 1,
-        seed: int = 0,
-    ) -> None:
-        self._num_trials, self._seed = num_trials, seed
+    def __init__(self, strategies: Sequence[Strategy], world: World) -> None:
         placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
         schemes: list[Scheme] = []
         for kind in sorted({scheme.gathering for scheme in placed}):  # a strategy has one kind
@@ -366,22 +354,14 @@ class FastEstimator:
         ]
 
     def estimates_ms(self, batch: GlobalBatch) -> FloatArray:
-        """Time of the slowest pipeline of each strategy after the trials of Alg. 1, without
+        """Time of the slowest pipeline of each strategy after one trial of Alg. 1, without
         packing; inf where a sequence does not fit.
         """
         lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
         found = np.zeros(self._counts.shape[0])
         if lengths.size and found.size:
             every = make_problem(lengths, self._kinds)
-            _screen(
-                every,
-                self._counts,
-                self._max_len,
-                self._gathers,
-                self._num_trials,
-                self._seed,
-                found,
-            )
+            _screen(every, self._counts, self._max_len, self._gathers, found)
         return found
 
 
@@ -391,8 +371,6 @@ def _screen(
     counts: IntArray,
     max_len: IntArray,
     gathers: BoolArray,
-    num_trials: int,
-    seed: int,
     found: FloatArray,
 ) -> None:
     """Writes the estimate of each strategy; `every` has one pipeline of each kind there is."""
@@ -417,7 +395,7 @@ def _screen(
             every.is_exact,
             every.is_eq2,
         )
-        found[row] = dispatch_trials(problem, num_trials, seed, assignment)
+        found[row] = dispatch_trials(problem, 1, 0, assignment)
         if gathers[row]:
             tokens = np.zeros(problem.kind_of.size)
             for i in range(assignment.size):

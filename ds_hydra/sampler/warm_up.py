@@ -7,10 +7,10 @@ import numpy as np
 from ds_hydra.sampler.cuts import cut_micro_batch
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner.bounds import is_impossible, pipeline_bound_ms, strategy_bound_ms
-from ds_hydra.sampler.planner.candidate import GroupMenu, MenuEntry
 from ds_hydra.sampler.planner.dispatch import dispatch_trials, fit_trials
 from ds_hydra.sampler.planner.group_steps import plan_steps
 from ds_hydra.sampler.planner.iteration import plan_iteration
+from ds_hydra.sampler.planner.menus import GroupMenu, MenuEntry
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.planner.problem import PipelineKind, make_problem
 from ds_hydra.sampler.planner.refine import (

@@ -52,13 +52,7 @@ from ds_hydra.engine.profiling.profile_document import (
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.ranks.process import NO_COMPILER, compiles_adam, offloads_optimizer
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.sampler.candidate_set import (
-    check_longest,
-    decide_candidates,
-    find_cheapest_holding,
-    gradient_bytes,
-    proposes,
-)
+from ds_hydra.sampler.candidate_set import CandidateSpace, decide_candidates, gradient_bytes
 from ds_hydra.sampler.sample_bench import MAX_ENUMERATED_RANKS, CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
@@ -511,16 +505,17 @@ def _check_context(run: _Run, profile: Profile) -> None:
     """Raise HydraConfigError where no scheme of any candidate fits the context; say which one takes
     least where none of the rows does, or where it needs the host's memory.
     """
-    context, settings, report = run.hydra.context_length, run.settings(profile), run.report
+    context, report = run.hydra.context_length, run.report
+    space = CandidateSpace(profile, run.settings(profile))
     try:
-        check_longest(profile, settings)
+        space.check_longest()
     except HydraConfigError as error:
         limited = run.hydra.memory_limit_bytes is not None
         advice = ", or raise hydra.memory_limit_bytes" if limited else ""
         raise HydraConfigError(f"hydra.context_length: {error}{advice}") from error
     if run.given:
         return
-    holding = find_cheapest_holding(profile, settings)
+    holding = space.find_cheapest_holding()
     if max((row["max_len_tokens"] for row in report.schemes), default=0) < context:
         named = "" if holding is None else f", such as {holding}"
         report.assumed.append(
@@ -567,7 +562,7 @@ def _find_candidates(
     start = decide_candidates(profile, None, settings).strategies
     lengths_decide = not given and not settings.is_enumerated
     if profile is not None:
-        lengths_decide = proposes(profile, settings)
+        lengths_decide = CandidateSpace(profile, settings).proposes
     if name is not None and not lengths_decide:
         report.warnings.append(
             f"--histogram {name} is not used: where hydra.strategies is null, candidates are "

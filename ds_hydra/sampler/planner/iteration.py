@@ -8,13 +8,12 @@ process.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
-from ds_hydra.sampler.planner.candidate import Candidate, OneStrategy, Phases
+from ds_hydra.sampler.planner.menus import plan_phases
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import (
     DEFAULT_SETTINGS,
@@ -67,59 +66,56 @@ def plan_task(
     )
 
 
-class Fastest(NamedTuple):
-    """The phases of the best plan, none where no candidate has one, and its time with pull and
-    push.
+def iteration_bound_ms(
+    planning: PlanningProblem, strategy: Strategy, limit_ms: float = np.inf
+) -> float:
+    """Lower bound of an iteration with `strategy` by prices of time and tokens (`bounds.py`), pull
+    and push counted, or `limit_ms` where it is above that. Infinite where a sequence does not fit.
     """
+    if not planning.is_held(planning.longest(strategy)):
+        return np.inf
+    phase = PhasePlan.of(planning, strategy)
+    if np.isfinite(limit_ms) and phase.is_beyond(limit_ms):
+        return limit_ms
+    planning.bounded[strategy] = phase.dispatch()
+    return phase.least_ms
 
-    phases: list[PhasePlan]
-    time_ms: float
 
-
-def fastest(
-    planning: PlanningProblem, candidates: Iterable[Candidate], limit_ms: float = np.inf
-) -> Fastest:
-    """The best plan of `candidates` that takes less than `limit_ms`, in the order of their bounds
-    until no bound can win.
+def plan_strategy(
+    planning: PlanningProblem, strategy: Strategy, limit_ms: float = np.inf
+) -> PhasePlan | None:
+    """`strategy` for all sequences; None where one does not fit. Searches longer where that may
+    take less than `limit_ms`, and knows when it is good enough where the bound was asked for.
     """
-    best, best_rank = Fastest([], limit_ms), (limit_ms, False)
-
-    def plan(candidate: Candidate, bound_ms: float) -> None:
-        nonlocal best, best_rank
-        phases = candidate.plan(planning, best.time_ms)
-        time_ms = sum(phase.iteration_ms for phase in phases)
-        # Of equals the one whose bound says how good it is
-        rank = (time_ms, bound_ms == 0.0)
-        if phases and rank < best_rank:
-            best, best_rank = Fastest(phases, time_ms), rank
-
-    bounded: list[tuple[float, Candidate]] = []
-    for candidate in candidates:
-        bound_ms = candidate.bound_ms(planning, best.time_ms)
-        if bound_ms == 0.0:  # first, so that bounds of others need not be looked for above its time
-            plan(candidate, bound_ms)
-        else:
-            bounded.append((bound_ms, candidate))
-    for bound_ms, candidate in sorted(bounded, key=lambda item: item[0]):
-        if bound_ms >= best.time_ms:
-            break
-        plan(candidate, bound_ms)
-    return best
+    phase = planning.bounded.get(strategy)
+    if phase is None:
+        if not planning.is_held(planning.longest(strategy)):
+            return None
+        phase = PhasePlan.of(planning, strategy).dispatch(is_bounded=False)
+    return phase.search(limit_ms)
 
 
 def plan_with_time(
     planning: PlanningProblem, strategies: Sequence[Strategy]
 ) -> tuple[IterationPlan, float]:
     """The best plan over `strategies` and their phases, and its time with pull and push."""
-    candidates: list[Candidate] = [Phases(tuple(strategies))]
-    candidates += map(OneStrategy, strategies)
-    best = fastest(planning, candidates)
-    if not best.phases:
+    # Nothing is proved of phases: they are planned first, quickly, and strategies have to beat them
+    best = plan_phases(planning, strategies)
+    phases, time_ms, is_proved = best.phases, best.time_ms, False
+    bounds_ms = {s: iteration_bound_ms(planning, s, time_ms) for s in strategies}
+    for strategy in sorted(bounds_ms, key=bounds_ms.__getitem__):
+        if bounds_ms[strategy] >= time_ms:
+            break
+        phase = plan_strategy(planning, strategy, time_ms)
+        # Of equals the one whose bound says how good it is
+        if phase and (phase.iteration_ms, is_proved) < (time_ms, True):
+            phases, time_ms, is_proved = [phase], phase.iteration_ms, True
+    if not phases:
         raise _no_plan(planning, strategies)
     # A solver's time limit is for one strategy; phases would take it once each.
-    if len(best.phases) == 1:
-        best.phases[0].solve_slowest()
-    return _finish(planning, best.phases), sum(phase.iteration_ms for phase in best.phases)
+    if len(phases) == 1:
+        phases[0].solve_slowest()
+    return _finish(planning, phases), sum(phase.iteration_ms for phase in phases)
 
 
 def _finish(planning: PlanningProblem, phases: Sequence[PhasePlan]) -> IterationPlan:
@@ -164,8 +160,8 @@ def times_alone(planning: PlanningProblem, strategies: Sequence[Strategy]) -> Fl
     The times of `plan_with_time`, without plans and their bounds, which take longer than a
     heuristic plan.
     """
-    plans = [OneStrategy(strategy).plan(planning) for strategy in strategies]
-    return np.array([plan[0].iteration_ms if plan else np.inf for plan in plans], dtype=np.float64)
+    plans = [plan_strategy(planning, strategy) for strategy in strategies]
+    return np.array([plan.iteration_ms if plan else np.inf for plan in plans], dtype=np.float64)
 
 
 def profiled_times(

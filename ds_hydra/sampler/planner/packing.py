@@ -34,10 +34,12 @@ _NUM_PERTURBED = 4
 
 @compiled
 def micro_batch_times_ms(
-    sequence_ms: FloatArray, micro_batches: IntArray, num_micro_batches: int, constant_ms: float
+    sequence_ms: FloatArray, micro_batches: IntArray, constant_ms: float
 ) -> FloatArray:
-    """T of every micro-batch: the constant once, and the costs of its sequences."""
-    times = np.full(num_micro_batches, constant_ms)
+    """T of every micro-batch: the constant once, and the costs of its sequences, of which there is
+    one at least.
+    """
+    times = np.full(micro_batches.max() + 1, constant_ms)
     for i in range(micro_batches.size):
         times[micro_batches[i]] += sequence_ms[i]
     return times
@@ -73,7 +75,7 @@ def improve_micro_batches(
     The number of micro-batches stays. In the closed form only sequences of the slowest micro-batch
     are worth looking at, and the order of micro-batches does not count.
     """
-    times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
+    times = micro_batch_times_ms(sequence_ms, micro_batches, cost.constant_ms)
     state = _MicroBatchState(
         times,
         np.zeros(num_micro_batches, dtype=np.int64),
@@ -92,10 +94,7 @@ def improve_micro_batches(
         for i in range(micro_batches.size):
             # By the closed form nothing counts but the slowest micro-batch.
             if cost.is_exact or state.times[micro_batches[i]] == state.times.max():
-                best, left = _move_sequence(
-                    sequence_ms, lengths, micro_batches, i, state, cost, best, left
-                )
-                best, left = _swap_sequence(
+                best, left = _exchange_sequence(
                     sequence_ms, lengths, micro_batches, i, state, cost, best, left
                 )
         if best == before:
@@ -133,7 +132,7 @@ def _swap_micro_batches(
 
 
 @compiled
-def _move_sequence(
+def _exchange_sequence(
     sequence_ms: FloatArray,
     lengths: IntArray,
     micro_batches: IntArray,
@@ -143,69 +142,43 @@ def _move_sequence(
     best: float,
     left: int,
 ) -> tuple[float, int]:
-    """Moves sequence `i` to any micro-batch where that helps; returns the objective and evaluations
-    left.
+    """Moves sequence `i` to any micro-batch, then swaps it with shorter ones, where that helps;
+    returns the objective and evaluations left.
     """
-    for target in range(state.times.size):
-        source = micro_batches[i]
-        # The last sequence stays: how many micro-batches there are is decided elsewhere.
-        if left <= 0 or state.counts[source] == 1:
-            break
-        if target == source or state.tokens[target] + lengths[i] > cost.max_len_tokens:
-            continue
-        state.times[source] -= sequence_ms[i]
-        state.times[target] += sequence_ms[i]
-        value = _objective_ms(state.times, cost)
-        left -= 1
-        if value < best * (1 - EPSILON):
-            best = value
-            micro_batches[i] = target
-            state.tokens[source] -= lengths[i]
-            state.tokens[target] += lengths[i]
-            state.counts[source] -= 1
-            state.counts[target] += 1
-        else:
-            state.times[source] += sequence_ms[i]
-            state.times[target] -= sequence_ms[i]
-    return best, left
-
-
-@compiled
-def _swap_sequence(
-    sequence_ms: FloatArray,
-    lengths: IntArray,
-    micro_batches: IntArray,
-    i: int,
-    state: _MicroBatchState,
-    cost: PipelineCost,
-    best: float,
-    left: int,
-) -> tuple[float, int]:
-    """Swaps sequence `i` with shorter ones where that helps; returns the objective and evaluations
-    left.
-    """
-    for j in range(i + 1, micro_batches.size):
-        source, target = micro_batches[i], micro_batches[j]
-        # Lengths descend, so j is never the longer one, and only its micro-batch can overflow.
-        tokens = lengths[i] - lengths[j]
+    num_micro_batches = state.times.size
+    for other in range(num_micro_batches + micro_batches.size - i - 1):
         if left <= 0:
             break
+        j = i + 1 + other - num_micro_batches  # the one to swap with; `i` and less: none, a move
+        source, target = micro_batches[i], other
+        tokens, delta = lengths[i], sequence_ms[i]
+        if j > i:
+            # Lengths descend, so j is never the longer one, and only its micro-batch can overflow.
+            target = micro_batches[j]
+            tokens -= lengths[j]
+            delta -= sequence_ms[j]
+        elif state.counts[source] == 1:
+            continue  # the last sequence stays: how many micro-batches there are is decided elsewhere
         if source == target or tokens == 0 or state.tokens[target] + tokens > cost.max_len_tokens:
             continue
-        delta = sequence_ms[i] - sequence_ms[j]
         # Taking back adds the same number again: rounding stays below what EPSILON lets count.
         state.times[source] -= delta
         state.times[target] += delta
         value = _objective_ms(state.times, cost)
         left -= 1
-        if value < best * (1 - EPSILON):
-            best = value
-            micro_batches[i], micro_batches[j] = target, source
-            state.tokens[source] -= tokens
-            state.tokens[target] += tokens
-        else:
+        if value >= best * (1 - EPSILON):
             state.times[source] += delta
             state.times[target] -= delta
+            continue
+        best = value
+        micro_batches[i] = target
+        state.tokens[source] -= tokens
+        state.tokens[target] += tokens
+        if j > i:
+            micro_batches[j] = source
+        else:
+            state.counts[source] -= 1
+            state.counts[target] += 1
     return best, left
 
 
@@ -397,7 +370,7 @@ def pack_micro_batches(
         budget.num_micro_batch_counts,
         micro_batches,
     )
-    times = micro_batch_times_ms(sequence_ms, micro_batches, fewest, cost.constant_ms)
+    times = micro_batch_times_ms(sequence_ms, micro_batches, cost.constant_ms)
     best = _objective_ms(times, cost)
     # One stage: time is the sum, so the fewest micro-batches are optimal, whatever they hold.
     if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
@@ -477,8 +450,7 @@ def solve_packing(
     by the recurrence it shows only which V are possible, and its micro-batches are a start for the
     search.
     """
-    num_micro_batches = int(micro_batches.max()) + 1
-    times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
+    times = micro_batch_times_ms(sequence_ms, micro_batches, cost.constant_ms)
     best = _objective_ms(times, cost)
     load, longest = float(sequence_ms.sum()), float(sequence_ms.max())
     bounds = {

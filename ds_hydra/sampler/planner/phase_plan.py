@@ -46,7 +46,16 @@ from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import NO_LINKS, LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-_NUM_FIT_STEPS = 8
+_NUM_TRIALS = 4
+"""Trials of Alg. 1 for each strategy; a heuristic plan has one."""
+
+_NUM_FIT_STEPS, _MAX_REFINE_STEPS, _NUM_PERTURBATIONS = 8, 400, 12
+"""Steps of MULTIFIT's bisection, exchanges between pipelines, and restarts of the refinement from a
+disturbed plan.
+"""
+
+_ENOUGH_GAP = 1e-3
+"""Share above its lower bound at which a strategy is not refined further."""
 
 _NUM_TARGETS = 4
 """Fast pipelines that the slowest one exchanges sequences with, besides two of each scheme."""
@@ -273,7 +282,10 @@ class PhasePlan:
         """Dispatches the sequences greedily, and finds the lower bound with `is_bounded`."""
         settings = self.planning.settings
         estimate = dispatch_trials(
-            self.problem, settings.num_trials, settings.seed, self.assignment
+            self.problem,
+            _NUM_TRIALS if settings.refines else 1,
+            settings.seed,
+            self.assignment,
         )
         if is_bounded:
             # The estimate is no time of a packed plan: the bound may lie above it
@@ -286,14 +298,14 @@ class PhasePlan:
         """
         problem, assignment, micro_batches = self.problem, self.assignment, self.micro_batches
         settings, best_ms = self.planning.settings, best_ms - self.least_link_ms
-        num_steps = settings.max_refine_steps
-        enough_ms = self.lower_bound_ms * (1 + settings.enough_gap)
+        num_steps = _MAX_REFINE_STEPS if settings.refines else 0
+        enough_ms = self.lower_bound_ms * (1 + _ENOUGH_GAP)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if self.ranks_per_core > 1.0:  # bounds say little, so ask what it is near to
             pipeline_ms = self.pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
             if self.ends_ms(pipeline_ms).max() > best_ms * (1 + _PERTURBATION_REACH):
                 return self.finish()
-        if num_steps > 0 and estimate > enough_ms:
+        if settings.refines and estimate > enough_ms:
             fit_trials(problem, self.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
             improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if settings.dispatch == "ideal":
@@ -304,7 +316,7 @@ class PhasePlan:
         )
         worth_ms = self.lower_bound_ms * (1 + _PERTURBATION_GAP)
         share = min(1.0, _FULLY_PERTURBED / max(1, problem.lengths.size))
-        if num_steps > 0 and worth_ms < pipeline_ms.max() < best_ms * (1 + _PERTURBATION_REACH):
+        if settings.refines and worth_ms < pipeline_ms.max() < best_ms * (1 + _PERTURBATION_REACH):
             perturb_and_refine(
                 problem,
                 assignment,
@@ -313,10 +325,10 @@ class PhasePlan:
                 worth_ms,
                 num_steps,
                 _NUM_TARGETS,
-                int(settings.num_perturbations * share**2),
+                int(_NUM_PERTURBATIONS * share**2),
             )
         self.finish()
-        if num_steps > 0 and self.wait_ms > 0.0 and len(self.kinds) <= _MOST_KINDS:
+        if settings.refines and self.wait_ms > 0.0 and len(self.kinds) <= _MOST_KINDS:
             self._search_steps()
         return self
 

@@ -12,6 +12,9 @@ from ds_hydra.sampler.planner.problem import SolverLimits
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy, parse_strategies
 
+SOLVER_LIMITS = SolverLimits(gap_tolerance=0.02, max_nodes=500, deadline_s=2.0)
+"""Limits of an integer program of one iteration."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
@@ -19,13 +22,10 @@ class PlannerSettings:
 
     `objective`: "exact" values a pipeline by the 1F1B recurrence over its own micro-batches,
     "closed_form" by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer
-    program of Eq. (3): seconds, and more. `num_trials`: trials of Alg. 1 for each strategy.
-    `forward_fraction`: part of T that is the forward pass. `max_refine_steps`: exchanges between
-    packed pipelines, 0 for none (the heuristic plan). `num_perturbations`: restarts of the
-    refinement from a disturbed plan, where the bound leaves more than 1%. `enough_gap`: a strategy
-    is not refined further once it is this close to its lower bound. `solver`: for integer programs.
-    The micro-batches of the slowest pipeline of the chosen plan are solved for where their bound
-    leaves more than `solver_gap`, within `solver_max_nodes` and `solver_deadline_s`.
+    program of Eq. (3): seconds, and more. `refines`: whether sequences change places between packed
+    pipelines, after several trials of Alg. 1; without it a plan is heuristic. `seed`: of these
+    trials. `forward_fraction`: part of T that is the forward pass. `solver`: for integer programs,
+    also of the micro-batches of the slowest pipeline of the chosen plan (`SOLVER_LIMITS`).
     `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
     `link_times`: pull and push of strategies. Among packed strategies the one wins whose iteration,
     with what pull and push add to it, is shortest; a strategy that is not there adds nothing.
@@ -34,35 +34,22 @@ class PlannerSettings:
 
     objective: Literal["exact", "closed_form"] = "exact"
     dispatch: Literal["greedy", "ideal"] = "greedy"
-    num_trials: int = 4
+    refines: bool = True
     seed: int = 0
     forward_fraction: float = FORWARD_FRACTION
-    max_refine_steps: int = 400
-    num_perturbations: int = 12
-    enough_gap: float = 1e-3
     solver: Literal["cbc", "highs", "none"] = "cbc"
-    solver_gap: float = 0.02
-    solver_max_nodes: int = 500
-    solver_deadline_s: float = 2.0
     max_len_override: Mapping[Scheme, int] = field(default_factory=dict)
     link_times: Mapping[Strategy, LinkTimes] = field(default_factory=dict)
     overlaps_links: bool = True
 
     def heuristic(self) -> PlannerSettings:
         """The same without refinement: plans in a fraction of the time."""
-        return replace(self, dispatch="greedy", num_trials=1, max_refine_steps=0, solver="none")
+        return replace(self, dispatch="greedy", refines=False, solver="none")
 
     @property
     def solver_limits(self) -> SolverLimits | None:
         """Limits of integer programs; None where `solver` is "none"."""
-        if self.solver == "none":
-            return None
-        return SolverLimits(
-            solver=self.solver,
-            gap_tolerance=self.solver_gap,
-            max_nodes=self.solver_max_nodes,
-            deadline_s=self.solver_deadline_s,
-        )
+        return None if self.solver == "none" else replace(SOLVER_LIMITS, solver=self.solver)
 
     def to_json(self) -> dict[str, Any]:
         """The settings as a JSON document."""

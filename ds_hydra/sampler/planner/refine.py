@@ -12,7 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.sampler.planner.bounds import PipelineCost
-from ds_hydra.sampler.planner.packing import SearchBudget, pack_micro_batches
+from ds_hydra.sampler.planner.packing import (
+    SearchBudget,
+    micro_batch_times_ms,
+    pack_micro_batches,
+)
 from ds_hydra.sampler.planner.problem import EPSILON, DispatchProblem, shuffled_order
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,
@@ -425,10 +429,9 @@ def _computed_ms(
     `members`, one at least.
     """
     kind = problem.kind_of[pipeline]
-    times = np.full(micro_batches[members].max() + 1, problem.constant_ms[kind])
-    for i in members:
-        times[micro_batches[i]] += problem.sequence_ms[kind, i]
-    return times
+    return micro_batch_times_ms(
+        problem.sequence_ms[kind][members], micro_batches[members], problem.constant_ms[kind]
+    )
 
 
 @compiled

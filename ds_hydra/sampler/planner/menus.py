@@ -1,8 +1,4 @@
-"""Candidates of the planner for a global batch: strategies, and menus of groups that phases are put
-together of.
-
-A candidate says its `bound_ms` on a global batch, and its `plan` there: the phases to run one after
-another. A `OneStrategy` plans one phase. `Phases` plan as many as they like.
+"""Menus of groups of ranks, and phases of one global batch that are put together of them.
 
 [Note: Phases]
 Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind. So
@@ -27,19 +23,19 @@ each scheme alone, and with those that hold most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ds_hydra.sampler.planner.group_steps import GroupStep, MixedGroups, plan_steps
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes, Profile
+from ds_hydra.strategy.profiles.profile import LatencyModel, LinkTimes
 from ds_hydra.strategy.schemes.enumeration import is_power_of_two
 from ds_hydra.strategy.schemes.placement import GroupKey, ends_of_phases, groups_of, groups_of_all
 from ds_hydra.strategy.schemes.scheme import MAX_PHASES, Scheme, Strategy
@@ -51,46 +47,6 @@ _NESTED_GAP, _NESTED_MOST = 0.05, 2**16
 """Share above its lower bound by which a plan may be slower than one with fewer schemes, so that
 these are looked at, and sequences times devices up to which there is time to.
 """
-
-
-class Candidate(Protocol):
-    """A way to run a global batch."""
-
-    def bound_ms(self, planning: PlanningProblem, limit_ms: float = np.inf) -> float:
-        """Lower bound of an iteration with it, pull and push counted, or `limit_ms` where it is
-        above that. Infinite where a sequence does not fit, 0.0 where nothing is proved.
-        """
-
-    def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """The phases of its best plan; none where a sequence does not fit. It searches longer
-        where that may take less than `limit_ms`.
-        """
-
-
-@dataclass(frozen=True, slots=True)
-class OneStrategy:
-    """One strategy for all sequences."""
-
-    strategy: Strategy
-
-    def bound_ms(self, planning: PlanningProblem, limit_ms: float = np.inf) -> float:
-        """Lower bound by prices of time and tokens (`bounds.py`)."""
-        if not planning.is_held(planning.longest(self.strategy)):
-            return np.inf
-        phase = PhasePlan.of(planning, self.strategy)
-        if np.isfinite(limit_ms) and phase.is_beyond(limit_ms):
-            return limit_ms
-        planning.bounded[self.strategy] = phase.dispatch()
-        return phase.least_ms
-
-    def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """One phase; the search knows when it is good enough where the bound was asked for."""
-        phase = planning.bounded.get(self.strategy)
-        if phase is None:
-            if not planning.is_held(planning.longest(self.strategy)):
-                return []
-            phase = PhasePlan.of(planning, self.strategy).dispatch(is_bounded=False)
-        return [phase.search(limit_ms)]
 
 
 class MenuEntry(NamedTuple):
@@ -157,60 +113,42 @@ class GroupMenu(NamedTuple):
         return strategy, pipeline_of[step.group_of]
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Phases out of the groups that `strategies` have. See [Note: Phases]."""
-
-    strategies: tuple[Strategy, ...]
-
-    def bound_ms(self, planning: PlanningProblem, limit_ms: float = np.inf) -> float:
-        """Nothing is proved, so phases are planned first: quickly, and others have to beat them."""
-        return 0.0
-
-    def plan(self, planning: PlanningProblem, limit_ms: float = np.inf) -> list[PhasePlan]:
-        """Phases of its best plan: each step of any of the menus, or of those with one TP alone;
-        none that take `limit_ms` or more. Where a step waits for weights, these may stay on the
-        nodes.
-        """
-        schemes = dict.fromkeys(s for strategy in self.strategies for s in strategy.schemes)
-        number, known = planning.num_devices, self._entries(planning, schemes)
-        crossing, on_nodes = (
-            [entry for entry in known if entry.scheme.hpz == hpz] for hpz in (False, True)
-        )
-        best = _BestPhases(planning, limit_ms)
-        best.compose(_alike(crossing, number))
-        there = {entry.scheme for entry in on_nodes}
-        on_nodes += self._entries(planning, _worth_keeping(planning, schemes, best.phases, there))
-        best.compose(_alike(on_nodes, number))
-        if not best.phases:
-            return []
-        # A search among fewer schemes looks further
-        used = {scheme for phase in best.phases for scheme in phase.strategy.schemes}
-        fewer = [entry for entry in (*crossing, *on_nodes) if entry.scheme in used]
-        best.compose(_alike(fewer, number))
-        if planning.lengths.size * number > _NESTED_MOST:
-            return best.phases
-        if best.time_ms > (1 + _NESTED_GAP) * _bound_ms(planning, [*crossing, *on_nodes]):
-            for left_out in fewer:
-                best.compose(_alike([one for one in fewer if one is not left_out], number))
-            for alone in (*crossing, *on_nodes):
-                if number % alone.scheme.num_devices == 0:
-                    best.compose([[GroupMenu((alone,))]])
-            best.compose(_alike(_roomiest(crossing), number))
-            best.compose(_alike(_roomiest(on_nodes), number))
-        return best.phases
-
-    def _entries(self, planning: PlanningProblem, schemes: Iterable[Scheme]) -> list[MenuEntry]:
-        """Return those of `schemes` that phases are put together of."""
-        return _menu_entries(
-            schemes,
-            planning.profile,
-            planning.num_devices,
-            groups=groups_of_all(self.strategies),
-            max_len_tokens=planning.max_len_tokens,
-            links_of=planning.links_of,
-            factor_of=lambda alike: planning.corrections.factor(alike.schemes[0]),
-        )
+def plan_phases(
+    planning: PlanningProblem, strategies: Sequence[Strategy], limit_ms: float = np.inf
+) -> BestPhases:
+    """Phases out of the groups that `strategies` have ([Note: Phases]): each step of any of the
+    menus, or of those with one TP alone; none that take `limit_ms` or more. Where a step waits for
+    weights, these may stay on the nodes.
+    """
+    schemes = dict.fromkeys(s for strategy in strategies for s in strategy.schemes)
+    groups, number = groups_of_all(strategies), planning.num_devices
+    known = menu_entries(planning, schemes, groups)
+    crossing, on_nodes = (
+        [entry for entry in known if entry.scheme.hpz == hpz] for hpz in (False, True)
+    )
+    best = BestPhases(planning, limit_ms)
+    best.compose(_choices(crossing, number))
+    there = {entry.scheme for entry in on_nodes}
+    kept = _worth_keeping(planning, schemes, best.phases, there)
+    on_nodes += menu_entries(planning, kept, groups)
+    best.compose(_choices(on_nodes, number))
+    if not best.phases:
+        return best
+    # A search among fewer schemes looks further
+    used = {scheme for phase in best.phases for scheme in phase.strategy.schemes}
+    fewer = [entry for entry in (*crossing, *on_nodes) if entry.scheme in used]
+    best.compose(_choices(fewer, number))
+    if planning.lengths.size * number > _NESTED_MOST:
+        return best
+    if best.time_ms > (1 + _NESTED_GAP) * _bound_ms(planning, [*crossing, *on_nodes]):
+        for left_out in fewer:
+            best.compose(_choices([one for one in fewer if one is not left_out], number))
+        for alone in (*crossing, *on_nodes):
+            if number % alone.scheme.num_devices == 0:
+                best.compose([[GroupMenu((alone,))]])
+        best.compose(_choices(_roomiest(crossing), number))
+        best.compose(_choices(_roomiest(on_nodes), number))
+    return best
 
 
 def _worth_keeping(
@@ -266,7 +204,7 @@ def _bound_ms(planning: PlanningProblem, entries: Sequence[MenuEntry]) -> float:
     return float(max(alone_ms, together_ms) / planning.profile.ranks_per_core)
 
 
-def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMenu]]:
+def _choices(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMenu]]:
     """Return menus of gathered layers that are composed together: of all schemes, and of one TP.
 
     Each again without checkpointed layers. Between steps with other slices pull and push are seen.
@@ -278,13 +216,13 @@ def _alike(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[GroupMe
         tps = sorted({entry.scheme.tp for entry in entries})
         of_one_tp = ([entry for entry in entries if entry.scheme.tp == tp] for tp in tps)
         for own in (entries, *of_one_tp):
-            menus = _menus_of(own, num_devices)
+            menus = find_menus(own, num_devices)
             choices.setdefault(tuple(menu.schemes for menu in menus), menus)
     return list(choices.values())
 
 
 @dataclass(slots=True)
-class _BestPhases:
+class BestPhases:
     """The fastest phases so far; none that take `time_ms`, the limit, or more."""
 
     planning: PlanningProblem
@@ -368,63 +306,36 @@ def _factors(planning: PlanningProblem, menu: GroupMenu, strategy: Strategy) -> 
     ]
 
 
-def find_menus(
+def menu_entries(
+    planning: PlanningProblem,
     schemes: Iterable[Scheme],
-    profile: Profile,
-    num_devices: int,
-    *,
-    max_len_tokens: Callable[[Scheme], int],
-    links_of: Callable[[Strategy], LinkTimes],
-    factor_of: Callable[[Strategy], float] = lambda _: 1.0,
     groups: Collection[GroupKey] | None = None,
-) -> list[GroupMenu]:
-    """Return menus out of those of `schemes` that gather: two at most for each number of
-    checkpointed layers.
-
-    For each number of ranks they have the scheme that is fastest for one sequence as long as it
-    holds, or for `_MANY` short ones. `max_len_tokens` of a scheme; `factor_of` a strategy of one
-    scheme: what measured times make of T. `groups`: those that exist, where schemes that need
-    others are left out.
-    """
-    entries = _menu_entries(
-        schemes,
-        profile,
-        num_devices,
-        max_len_tokens=max_len_tokens,
-        links_of=links_of,
-        factor_of=factor_of,
-        groups=groups,
-    )
-    return _menus_of(entries, num_devices)
-
-
-def _menu_entries(
-    schemes: Iterable[Scheme],
-    profile: Profile,
-    num_devices: int,
-    *,
-    max_len_tokens: Callable[[Scheme], int],
-    links_of: Callable[[Strategy], LinkTimes],
-    factor_of: Callable[[Strategy], float],
-    groups: Collection[GroupKey] | None,
 ) -> list[MenuEntry]:
-    """Return the `schemes` that a menu may have; arguments as those of `find_menus`."""
+    """Return those of `schemes` that a menu may have: they gather, hold something and have a place.
+
+    `groups`: those that exist, where schemes that need others are left out.
+    """
     found = []
     for scheme in dict.fromkeys(schemes):
-        if not scheme.gather or scheme.ep > 1 or not _has_place(scheme, num_devices):
+        if not scheme.gather or scheme.ep > 1 or not _has_place(scheme, planning.num_devices):
             continue
-        alike = _on_all_ranks(scheme, replace(scheme, sp=1, cp=1, tp=1), num_devices)
+        single = replace(scheme, sp=1, cp=1, tp=1)
+        alike = _on_all_ranks(scheme, single, planning.num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
             continue
-        factor, held = factor_of(alike), max_len_tokens(scheme)
-        latency = profile.get_latency(scheme).scaled(factor)
+        factor, held = planning.corrections.factor(scheme), planning.max_len_tokens(scheme)
+        latency = planning.profile.get_latency(scheme).scaled(factor)
         if held > 0:
-            found.append(MenuEntry(scheme, latency, factor, held, links_of(alike)))
+            found.append(MenuEntry(scheme, latency, factor, held, planning.links_of(alike)))
     return found
 
 
-def _menus_of(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]:
-    """Return the menus of `find_menus` out of `entries`."""
+def find_menus(entries: Iterable[MenuEntry], num_devices: int) -> list[GroupMenu]:
+    """Return menus out of `entries`: two at most for each number of checkpointed layers.
+
+    For each number of ranks they have the scheme that is fastest for one sequence as long as it
+    holds, or for `_MANY` short ones.
+    """
     of_kind: dict[tuple[bool, int, bool, int], dict[int, MenuEntry]] = {}
     for one in entries:
         scheme = one.scheme
