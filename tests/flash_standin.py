@@ -13,6 +13,7 @@ import types
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 
 from ds_hydra.engine.model import (
@@ -387,50 +388,33 @@ def installed(*names):
     to VARLEN is among its own calls, unless that is installed, too.
     """
     calls = {name: Calls() for name in names}
+    of_torch = {VARLEN, CUDNN}.intersection(names)
     known = {module for module, _ in PACKAGES.values()}
     modules = dict.fromkeys(known | {"flash_attn", "flash_attn.cute"})  # None: not installed
-    libraries = []
-    if VARLEN in names or CUDNN in names:
-        libraries.append(varlen(calls.get(VARLEN, calls.get(CUDNN))))
-    for name in names:
-        if name == VARLEN:
-            continue
-        if name == CUDNN:
-            libraries.append(cudnn(calls[name]))
-            continue
+    for name in set(names) - of_torch:
         path, build = PACKAGES[name]
         for end in range(1, path.count(".") + 2):
             part = ".".join(path.split(".")[:end])
             modules[part] = modules[part] or types.ModuleType(part)
         for function in build(calls[name]):
             setattr(modules[path], function.__name__, function)
-    saved = {name: sys.modules.get(name) for name in modules}
-    before = dict(attention_kernels._loaded), dict(attention_choice._in_use)
-    devices = attention_choice._KERNEL_DEVICES
-    forget()
-    for name in {VARLEN, CUDNN}.difference(names):
-        attention_kernels._loaded[name] = "it is left out"
-    long_tokens, why_no_cudnn = attention_contract.LONG_TOKENS, attention_cudnn.why_not
-    if CUDNN in names:
-        attention_contract.LONG_TOKENS = LONG_TOKENS
-        attention_cudnn.why_not = lambda: ""
-    sys.modules.update(modules)
-    attention_choice._KERNEL_DEVICES = ("cpu",)
-    try:
-        yield calls
-    finally:
-        for name, module in saved.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-        attention_choice._KERNEL_DEVICES = devices
-        attention_contract.LONG_TOKENS = long_tokens
-        attention_cudnn.why_not = why_no_cudnn
-        forget()
-        attention_kernels._loaded.update(before[0])
-        attention_choice._in_use.update(before[1])
-        for library in libraries:
-            library._destroy()
+    left_out = dict.fromkeys({VARLEN, CUDNN} - of_torch, "it is left out")
+    libraries = [varlen(calls.get(VARLEN, calls.get(CUDNN)))] if of_torch else []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(attention_choice, "_KERNEL_DEVICES", ("cpu",))
+        patch.setattr(attention_choice, "_in_use", {})
+        patch.setattr(attention_kernels, "_loaded", left_out)
+        if CUDNN in names:
+            libraries.append(cudnn(calls[CUDNN]))
+            patch.setattr(attention_contract, "LONG_TOKENS", LONG_TOKENS)
+            patch.setattr(attention_cudnn, "why_not", lambda: "")
+        try:
+            yield calls
+        finally:
+            for library in libraries:
+                library._destroy()
 
 
 def engine_uses(name):
@@ -443,9 +427,3 @@ def engine_uses(name):
         return []
 
     return mock.patch("ds_hydra.engine.model.stage_model.select_kernels", select)
-
-
-def forget():
-    """What was found installed and chosen so far."""
-    attention_kernels._loaded.clear()
-    attention_choice._in_use.clear()
