@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class _Flash(NamedTuple):
     functions: tuple[str, str]
     properties: Mapping[str, Any]
     """Properties of the `Kernel`."""
-    more: Mapping[str, Any] = MappingProxyType({})
+    more: Mapping[str, Any] = {}
     """What forward gets beside arguments that all have."""
     unlimited: int | None = -1
     """Its word for no window."""
