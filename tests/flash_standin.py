@@ -82,7 +82,7 @@ def backward(
 
 
 class Calls(list):
-    """What was asked of the kernel, a dictionary each; `check` may raise as a kernel would."""
+    """Calls of the kernel, a dictionary each; `check` may raise as a kernel would."""
 
     lse_dims = 3
 
@@ -378,7 +378,7 @@ PACKAGES = {
 VARLEN = "varlen"
 CUDNN = "cudnn"
 LONG_TOKENS = 100
-"""From which whole sequences are long while its stand-in is installed."""
+"""Tokens from which whole sequences are long while the stand-in of cuDNN is installed."""
 
 
 @contextmanager

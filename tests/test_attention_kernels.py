@@ -62,8 +62,8 @@ HEADS = Demand(64, 64, HALF)
 
 
 EXACT, NEARLY = {"rtol": 1e-10, "atol": 1e-10}, {"rtol": 1e-5, "atol": 1e-6}
-"""Of fp64; NEARLY where sinks scale in fp32, or where scores are capped: their softmax in what is
-compared with is in fp32, too.
+"""Tolerances in fp64. NEARLY where sinks scale in fp32, or where scores are capped: then the
+softmax that is compared with is in fp32, too.
 """
 
 
@@ -151,7 +151,7 @@ def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
 
 
 def test_backward_hands_on_the_gradients_of_heads_as_views():
-    """Of an index it would fill and copy a tensor for each of them."""
+    """Backward of an index would fill and copy a tensor for each of them."""
     heads = [torch.randn(1, 2, 5, 8, dtype=HALF, requires_grad=True) for _ in range(3)]
     with installed(VARLEN), running(PackedMicroBatch.build([3, 2], CPU)):
         out_BTHD, _ = hydra_varlen(None, *heads, None, scaling=0.3)
@@ -203,7 +203,7 @@ def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatc
 
 @pytest.mark.parametrize("window", [None, 2], ids=["causal", "window"])
 def test_attention_of_each_sequence_adds_in_one_order_too(window):
-    """Where it is asked for: torch's operator does so only where others without one are errors."""
+    """torch's operator has one order only where others without one are errors."""
     orders = []
 
     def note(function, _):
@@ -243,7 +243,7 @@ def test_what_packages_of_other_releases_lack_is_named():
 
 
 def test_functions_that_are_operators_are_called_by_their_schema():
-    """As those of flash-attn 2 and 3 are, which torch.library.custom_op hides."""
+    """flash-attn 2 and 3 have such functions, which torch.library.custom_op hides."""
     operator = torch.library.custom_op(
         "of_a_package::attend",
         lambda q, _alibi, scale, left=-1: q * scale + left,
@@ -767,7 +767,7 @@ def test_what_is_long():
 
 
 def on_grid(heads):
-    """What cuDNN gets of a whole sequence."""
+    """A whole sequence as cuDNN gets it."""
     number = len(heads)
     (block,) = attention_cudnn._blocks(LongSegment(0, 0, number, 0, number))
     padded, *_ = attention_cudnn._padded([heads], [], block)

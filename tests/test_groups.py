@@ -1,4 +1,4 @@
-"""What process groups are said to cost."""
+"""Process groups: who is in them, what they cost, how they are made."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_second_hops_of_the_link_have_groups_of_nodes():
 
 
 class Options:
-    """As ProcessGroupNCCL has them, of an NCCL that knows bounds or not."""
+    """Options of ProcessGroupNCCL, of an NCCL that knows bounds or not."""
 
     def __init__(self, *, knows_bounds=True):
         self.is_high_priority_stream, self._timeout = False, None

@@ -87,7 +87,7 @@ class Mark:
 
 
 class DeviceRecorder(Recorder):
-    """Of passes that end when the host waits for them; those before them have ended, too."""
+    """Records passes that end when the host waits for them, with those before them."""
 
     most_under_way = 0
 
@@ -120,7 +120,7 @@ def test_the_host_is_two_micro_batches_ahead_of_a_device_at_most(num_micro_batch
 
 @pytest.fixture
 def done(monkeypatch):
-    """What a stage has done: messages, which are over at once."""
+    """Messages of a stage, which are over at once."""
     done = []
 
     def post(operations):

@@ -42,7 +42,7 @@ def memory():
 
 @pytest.mark.distributed
 def test_activations_fall_with_tp_and_sp():
-    """What is kept is divided by TP, also where layers run again in backward."""
+    """Kept bytes are divided by TP, also where layers run again in backward."""
     found = run_distributed(memory, 4)[0]
     grad = 64 * 4  # before the head: made in forward, and whole on every rank until backward
     for part in ("", ";ckpt=4"):

@@ -35,7 +35,7 @@ OUT, IN = 24, 16
 
 @pytest.fixture(autouse=True)
 def small_weights(monkeypatch):
-    """Those of these tests count as large ones."""
+    """Let the weights of these tests count as large ones."""
     monkeypatch.delitem(linear.LEAST_NUMEL, "cpu", raising=False)
 
 
@@ -144,7 +144,7 @@ def test_products_that_a_device_refuses_or_gets_wrong_are_not_used(is_wrong, mon
 
 
 class Events(list):
-    """What happens in backward, in its order."""
+    """Events of backward, in their order."""
 
     def posted(self, *_, **__):
         self.append("posted")
@@ -255,7 +255,7 @@ def test_nothing_waits_for_an_exchange_that_does_not_come(events):
 
 
 def test_a_weight_that_is_used_twice_is_complete_after_the_last_product(events):
-    """As in a model that runs its sequences one by one, or a layer that is called again."""
+    """A model that runs its sequences one by one uses it so, or a layer that is called again."""
     tp = TensorParallel()
     tp.enter(None, 2, 0)
     stage = Stage(tp=tp)
@@ -271,7 +271,7 @@ def test_a_weight_that_is_used_twice_is_complete_after_the_last_product(events):
 
 
 def test_products_and_gradients_of_autograd_add_up():
-    """As of tied weights, which an embedding reads too."""
+    """Tied weights have both: an embedding reads them, too."""
     stage = Stage()
     x = torch.randn(1, 5, IN, requires_grad=True)
     stage.weights.expect_last_backward()

@@ -55,7 +55,7 @@ class _Flash(NamedTuple):
     properties: Mapping[str, Any]
     """Properties of the `Kernel`."""
     more: Mapping[str, Any] = {}
-    """What forward gets beside arguments that all have."""
+    """Arguments of forward beside those that all have."""
     unlimited: int | None = -1
     """Its word for no window."""
     fills_gradients: bool = True
