@@ -183,10 +183,8 @@ def _step(num_tokens: int, steps: int) -> int:
     return max(_GRID_TOKENS, power // steps)
 
 
-def build(name: str, rest: Kernel) -> Kernel:
-    """Kernel `name`; `rest` runs short segments and those without plans. Raises
-    MissingKernelError.
-    """
+def build(rest: Kernel) -> Kernel:
+    """The kernel; `rest` runs short segments and those without plans. Raises MissingKernelError."""
     version = f"torch {torch.__version__}"
     if why := why_not():
         raise MissingKernelError(f"{version} {why}")
@@ -335,7 +333,7 @@ def build(name: str, rest: Kernel) -> Kernel:
         return dq, dk, dv
 
     return Kernel(
-        name=name,
+        name="cudnn",
         package=f"{version}, cuDNN {torch.backends.cudnn.version()}",
         forward=attend,
         backward=differentiate,

@@ -149,7 +149,7 @@ def _flash(flash: _Flash, module: ModuleType, name: str, package: str) -> Kernel
     )
 
 
-def _varlen(name: str) -> Kernel:
+def _varlen() -> Kernel:
     """torch's own, flash attention 2, or what the user's script has activated in its place."""
     forward, backward = (
         getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
@@ -186,7 +186,7 @@ def _varlen(name: str) -> Kernel:
         return grads
 
     return Kernel(
-        name=name,
+        name="varlen",
         package=f"torch {torch.__version__}",
         forward=attend,
         backward=differentiate,
@@ -267,9 +267,9 @@ def _of_package(name: str) -> Kernel:
 
 def _load(name: str) -> Kernel:
     if name == "varlen":
-        return _varlen(name)
+        return _varlen()
     if name == "cudnn":
-        return attention_cudnn.build(name, _varlen(name))
+        return attention_cudnn.build(_varlen())
     return _of_package(name) if name in _FLASH else _of_hub(name)
 
 
