@@ -7,11 +7,13 @@ Backward works on the output and the log-sum-exp that it is given, as the kernel
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 
 from ds_hydra.engine.model import (
@@ -80,7 +82,7 @@ def backward(
 
 
 class Calls(list):
-    """What was asked of the kernel, a dictionary each; `check` may raise as a kernel would."""
+    """Calls of the kernel, a dictionary each; `check` may raise as a kernel would."""
 
     lse_dims = 3
 
@@ -101,10 +103,9 @@ def _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return cu_seqlens_q, cu_seqlens_k
 
 
-def _left(window_size, causal):
+def _left(window_size):
     """Tokens to the left that are seen; None: all."""
     left, right = window_size
-    assert causal
     assert right in ((-1, 0, None) if left in (-1, None) else (0,))
     return None if left in (-1, None) else left
 
@@ -113,181 +114,155 @@ def _nothing(*values):
     assert not any(value not in (None, False, 0, 0.0) for value in values), values
 
 
-def flash_2(calls):
-    """`flash_attn.flash_attn_interface` of flash-attn 2.8.3."""
+_READ = {
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale"),
+    *("causal", "is_causal", "window_size", "window_size_left", "window_size_right", "softcap"),
+    *("dout", "softmax_lse", "deterministic", "return_lse"),
+}  # fmt: skip
+"""Arguments that a stand-in reads, beside the output and what backward fills."""
 
-    def _flash_attn_varlen_forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-    ):  # fmt: skip
-        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        assert k.shape[-1] == v.shape[-1]
-        _nothing(
-            dropout_p, alibi_slopes, return_softmax, block_table, leftpad_k, seqused_k, zero_tensors
-        )
-        left = _left((window_size_left, window_size_right), causal)
-        calls.append({"pass": "forward", "window": left, "softcap": softcap})
-        out, lse = forward(q, k, v, *ends, softmax_scale, left, softcap)
-        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
-    def _flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        deterministic, rng_state=None, zero_tensors=False,
-    ):  # fmt: skip
-        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        _nothing(dropout_p, alibi_slopes, rng_state, zero_tensors)
-        left = _left((window_size_left, window_size_right), causal)
-        calls.append({"pass": "backward", "deterministic": deterministic})
-        found = backward(dout, q, k, v, out, softmax_lse, *ends, softmax_scale, left, softcap)
-        for given, grad in zip((dq, dk, dv), found, strict=True):
-            given.copy_(grad)
+def _released(calls, forward_of, backward_of, unlimited=-1):
+    """Functions with the names and parameters of a release, whose word for no window is
+    `unlimited`. Other arguments than those that stand-ins read have to be what they are by default.
+    """
+
+    def read(function, given, *also):
+        parameters = inspect.signature(function).parameters
+        for name, value in given.items():
+            if name not in _READ and name not in also:
+                default = parameters[name].default
+                if default is inspect.Parameter.empty:
+                    _nothing(value)
+                else:
+                    assert not isinstance(value, torch.Tensor), name
+                    assert value == default, name
+        assert given.get("causal") or given.get("is_causal")
+        names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        ends = _ends(calls, *(given[name] for name in names))
+        assert unlimited is None or given["k"].shape[-1] == given["v"].shape[-1]
+        sides = ("window_size_left", "window_size_right")
+        window = given.get("window_size") or tuple(given[side] for side in sides)
+        assert window[0] == unlimited or window[0] not in (-1, None)
+        left = _left(window)
+        return [given[n] for n in "qkv"], (*ends, given["softmax_scale"], left, given["softcap"])
+
+    def attend(given):
+        heads, options = read(functions[0], given)
+        assert given.get("return_lse", True)
+        calls.append({"pass": "forward", "window": options[3], "softcap": options[4]})
+        return *forward(*heads, *options), None, None
+
+    def differentiate(given):
+        filled = [given[name] for name in ("dq", "dk", "dv")]
+        assert (filled[0] is None) == (unlimited is None)
+        lse = "softmax_lse" if "softmax_lse" in given else "lse"
+        heads, options = read(functions[1], given, "out", lse, "dq", "dk", "dv")
+        calls.append({"pass": "backward", "deterministic": given["deterministic"]})
+        found = backward(given["dout"], *heads, given["out"], given[lse], *options)
+        if filled[0] is None:
+            return found
+        for one, grad in zip(filled, found, strict=True):
+            one.copy_(grad)
         return torch.empty(0)
 
-    return _flash_attn_varlen_forward, _flash_attn_varlen_backward
+    functions = []
+    for (name, parameters), run in ((forward_of, attend), (backward_of, differentiate)):
+        space = {"run": run}
+        exec(f"def {name}({parameters}): return run(locals())", space)
+        functions.append(space[name])
+    return functions
+
+
+def flash_2(calls):
+    """`flash_attn.flash_attn_interface` of flash-attn 2.8.3."""
+    return _released(
+        calls,
+        (
+            "_flash_attn_varlen_forward",
+            """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+            block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False""",
+        ),
+        (
+            "_flash_attn_varlen_backward",
+            """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            deterministic, rng_state=None, zero_tensors=False""",
+        ),
+    )
 
 
 def flash_3(calls):
     """`flash_attn_interface`, as in the repository since 2026."""
-
-    def _flash_attn_forward(
-        q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
-        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-        page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
-        seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-        window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-        scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0,
-    ):  # fmt: skip
-        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        _nothing(
-            k_new, v_new, qv, out_, cu_seqlens_k_new, seqused_q, seqused_k, page_table, kv_batch_idx
-        )
-        _nothing(leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale, v_descale)
-        _nothing(attention_chunk, scheduler_metadata, pack_gqa, sm_margin)
-        assert num_splits == 1
-        left = _left((window_size_left, window_size_right), causal)
-        calls.append({"pass": "forward", "window": left, "softcap": softcap})
-        out, lse = forward(q, k, v, *ends, softmax_scale, left, softcap)
-        return out, lse, torch.empty(0), torch.empty(0)
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
-        window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        _nothing(sequed_q, sequed_k, sm_margin)
-        left = _left((window_size_left, window_size_right), is_causal)
-        calls.append({"pass": "backward", "deterministic": deterministic})
-        found = backward(dout, q, k, v, out, softmax_lse, *ends, softmax_scale, left, softcap)
-        for given, grad in zip((dq, dk, dv), found, strict=True):
-            given.copy_(grad)
-        return torch.empty(0)
-
-    return _flash_attn_forward, _flash_attn_backward
+    return _released(
+        calls,
+        (
+            "_flash_attn_forward",
+            """q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None,
+            cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+            page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
+            seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+            window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+            scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0""",
+        ),
+        (
+            "_flash_attn_backward",
+            """dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None,
+            max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False,
+            window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0""",
+        ),
+    )
 
 
 def flash_3_first(calls):
     """The same as it is in the folder hopper of flash-attn 2.8.3."""
-    attend, differentiate = flash_3(calls)
-
-    def _flash_attn_forward(
-        q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
-        max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
-        seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
-        attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
-        pack_gqa=None, sm_margin=0,
-    ):  # fmt: skip
-        return attend(
-            q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
+    return _released(
+        calls,
+        (
+            "_flash_attn_forward",
+            """q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k,
             max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin,
-            seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, *window_size,
-            attention_chunk, softcap, rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, sm_margin,
-        )  # fmt: skip
-
-    def _flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
-        max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
-        deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        differentiate(
-            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
-            max_seqlen_k, dq, dk, dv, softmax_scale, causal, *window_size, softcap, deterministic, sm_margin,
-        )  # fmt: skip
-        return dq, dk, dv, torch.empty(0)
-
-    return _flash_attn_forward, _flash_attn_backward
+            seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1),
+            attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1,
+            pack_gqa=None, sm_margin=0""",
+        ),
+        (
+            "_flash_attn_backward",
+            """dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q,
+            max_seqlen_k, dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0,
+            deterministic=False, sm_margin=0""",
+        ),
+    )
 
 
 def flash_4(calls):
     """`flash_attn.cute.interface` of flash-attn-4 4.0.0b36."""
-
-    def _flash_attn_fwd(
-        q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-        max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
-        causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
-        tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
-        _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
-        lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None,
-        gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
-        disable_scheduler_metadata=False, gather_bwd_recompute_p=False,
-    ):  # fmt: skip
-        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        assert return_lse
-        assert num_threads == 384
-        assert num_splits == 1
-        assert -1 not in (window_size_left, window_size_right), "None is all here"
-        _nothing(
-            qv,
-            seqused_q,
-            seqused_k,
-            min_seqlen_k,
-            page_table,
-            learnable_sink,
-            tile_mn,
-            mma_pv_is_rs,
-        )
-        _nothing(
-            intra_wg_overlap, pack_gqa, _arch, score_mod, mask_mod, block_sparse_tensors, out, lse
-        )
-        _nothing(aux_tensors, aux_scalars, q_descale, k_descale, v_descale, gather_kv_indices)
-        _nothing(
-            scheduler_metadata,
-            seqlen_k_per_split,
-            disable_scheduler_metadata,
-            gather_bwd_recompute_p,
-        )
-        left = _left((window_size_left, window_size_right), causal)
-        calls.append({"pass": "forward", "window": left, "softcap": softcap})
-        return *forward(q, k, v, *ends, softmax_scale, left, softcap), None, None, None
-
-    def _flash_attn_bwd(
-        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
-        window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
-        num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
-        AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
-        seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
-        dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
-        aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None,
-    ):  # fmt: skip
-        ends = _ends(calls, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        numbers = (num_stages_Q, num_stages_dO, AtomLayoutMSdP, AtomLayoutNdKV, AtomLayoutMdQ)
-        assert numbers == (2,) * 5
-        assert (m_block_size, n_block_size, num_threads) == (64, 128, 256)
-        assert -1 not in (window_size_left, window_size_right)
-        _nothing(
-            pack_gqa, SdP_swapAB, dKV_swapAB, dQ_swapAB, V_in_regs, seqused_q, seqused_k, dq, dk, dv
-        )
-        _nothing(
-            score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors, dlse
-        )
-        _nothing(learnable_sink)
-        left = _left((window_size_left, window_size_right), causal)
-        calls.append({"pass": "backward", "deterministic": deterministic})
-        return backward(dout, q, k, v, out, lse, *ends, softmax_scale, left, softcap)
-
-    return _flash_attn_fwd, _flash_attn_bwd
+    return _released(
+        calls,
+        (
+            "_flash_attn_fwd",
+            """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
+            causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+            tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
+            _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None,
+            lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, k_descale=None, v_descale=None,
+            gather_kv_indices=None, scheduler_metadata=None, seqlen_k_per_split=None,
+            disable_scheduler_metadata=False, gather_bwd_recompute_p=False""",
+        ),
+        (
+            "_flash_attn_bwd",
+            """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+            window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+            num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, AtomLayoutMSdP=2,
+            AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None,
+            seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None,
+            dk=None, dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None,
+            aux_scalars=None, block_sparse_tensors=None, dlse=None, learnable_sink=None""",
+        ),
+        unlimited=None,
+    )
 
 
 def varlen(calls):
@@ -303,7 +278,7 @@ def varlen(calls):
         _nothing(dropout_p, return_debug_mask, *more.values())
         assert is_causal == (window_size_left == -1)
         assert window_size_right == 0
-        left = _left((window_size_left, window_size_right), True)
+        left = _left((window_size_left, window_size_right))
         calls.append({"pass": "forward", "window": left, "softcap": 0.0})
         out, lse = forward(query, key, value, *ends, scale, left, 0.0)
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
@@ -316,7 +291,7 @@ def varlen(calls):
         assert grad_out.stride(-1) == 1
         assert (rng_state.dtype, unused.numel(), dropout_p) == (torch.uint64, 0, 0.0)
         assert is_causal == (window_size_left == -1)
-        left = _left((window_size_left, window_size_right), True)
+        left = _left((window_size_left, window_size_right))
         # As the operator asks, seen on an H200
         is_asked = torch.are_deterministic_algorithms_enabled()
         ordered = is_asked and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -403,7 +378,7 @@ PACKAGES = {
 VARLEN = "varlen"
 CUDNN = "cudnn"
 LONG_TOKENS = 100
-"""From which whole sequences are long while its stand-in is installed."""
+"""Tokens from which whole sequences are long while the stand-in of cuDNN is installed."""
 
 
 @contextmanager
@@ -413,50 +388,33 @@ def installed(*names):
     to VARLEN is among its own calls, unless that is installed, too.
     """
     calls = {name: Calls() for name in names}
+    of_torch = {VARLEN, CUDNN}.intersection(names)
     known = {module for module, _ in PACKAGES.values()}
     modules = dict.fromkeys(known | {"flash_attn", "flash_attn.cute"})  # None: not installed
-    libraries = []
-    if VARLEN in names or CUDNN in names:
-        libraries.append(varlen(calls.get(VARLEN, calls.get(CUDNN))))
-    for name in names:
-        if name == VARLEN:
-            continue
-        if name == CUDNN:
-            libraries.append(cudnn(calls[name]))
-            continue
+    for name in set(names) - of_torch:
         path, build = PACKAGES[name]
         for end in range(1, path.count(".") + 2):
             part = ".".join(path.split(".")[:end])
             modules[part] = modules[part] or types.ModuleType(part)
         for function in build(calls[name]):
             setattr(modules[path], function.__name__, function)
-    saved = {name: sys.modules.get(name) for name in modules}
-    before = dict(attention_kernels._loaded), dict(attention_choice._in_use)
-    devices = attention_choice._KERNEL_DEVICES
-    forget()
-    for name in {VARLEN, CUDNN}.difference(names):
-        attention_kernels._loaded[name] = "it is left out"
-    long_tokens, why_no_cudnn = attention_contract.LONG_TOKENS, attention_cudnn.why_not
-    if CUDNN in names:
-        attention_contract.LONG_TOKENS = LONG_TOKENS
-        attention_cudnn.why_not = lambda: ""
-    sys.modules.update(modules)
-    attention_choice._KERNEL_DEVICES = ("cpu",)
-    try:
-        yield calls
-    finally:
-        for name, module in saved.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-        attention_choice._KERNEL_DEVICES = devices
-        attention_contract.LONG_TOKENS = long_tokens
-        attention_cudnn.why_not = why_no_cudnn
-        forget()
-        attention_kernels._loaded.update(before[0])
-        attention_choice._in_use.update(before[1])
-        for library in libraries:
-            library._destroy()
+    left_out = dict.fromkeys({VARLEN, CUDNN} - of_torch, "it is left out")
+    libraries = [varlen(calls.get(VARLEN, calls.get(CUDNN)))] if of_torch else []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(attention_choice, "_KERNEL_DEVICES", ("cpu",))
+        patch.setattr(attention_choice, "_in_use", {})
+        patch.setattr(attention_kernels, "_loaded", left_out)
+        if CUDNN in names:
+            libraries.append(cudnn(calls[CUDNN]))
+            patch.setattr(attention_contract, "LONG_TOKENS", LONG_TOKENS)
+            patch.setattr(attention_cudnn, "why_not", lambda: "")
+        try:
+            yield calls
+        finally:
+            for library in libraries:
+                library._destroy()
 
 
 def engine_uses(name):
@@ -469,9 +427,3 @@ def engine_uses(name):
         return []
 
     return mock.patch("ds_hydra.engine.model.stage_model.select_kernels", select)
-
-
-def forget():
-    """What was found installed and chosen so far."""
-    attention_kernels._loaded.clear()
-    attention_choice._in_use.clear()

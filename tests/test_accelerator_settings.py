@@ -1,5 +1,5 @@
-"""What is set for CUDA, torch's allocator and NCCL before they start, and what is off where it was
-not.
+"""Settings of CUDA, torch's allocator and NCCL before they start, and what is off where they came
+late.
 """
 
 import contextlib

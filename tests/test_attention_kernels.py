@@ -21,7 +21,6 @@ from flash_standin import (
     PACKAGES,
     VARLEN,
     engine_uses,
-    forget,
     installed,
 )
 from models import tiny
@@ -63,8 +62,8 @@ HEADS = Demand(64, 64, HALF)
 
 
 EXACT, NEARLY = {"rtol": 1e-10, "atol": 1e-10}, {"rtol": 1e-5, "atol": 1e-6}
-"""Of fp64; NEARLY where sinks scale in fp32, or where scores are capped: their softmax in what is
-compared with is in fp32, too.
+"""Tolerances in fp64. NEARLY where sinks scale in fp32, or where scores are capped: then the
+softmax that is compared with is in fp32, too.
 """
 
 
@@ -151,11 +150,10 @@ def test_kernels_are_called_as_they_are(package, window, softcap, has_sinks):
     ]
 
 
-@pytest.mark.parametrize("package", [p for p in ALL if p != CUDNN])  # a stand-in that indexes
-def test_backward_hands_on_the_gradients_of_heads_as_views(package):
-    """Of an index it would fill and copy a tensor for each of them."""
+def test_backward_hands_on_the_gradients_of_heads_as_views():
+    """Backward of an index would fill and copy a tensor for each of them."""
     heads = [torch.randn(1, 2, 5, 8, dtype=HALF, requires_grad=True) for _ in range(3)]
-    with installed(package), running(PackedMicroBatch.build([3, 2], CPU)):
+    with installed(VARLEN), running(PackedMicroBatch.build([3, 2], CPU)):
         out_BTHD, _ = hydra_varlen(None, *heads, None, scaling=0.3)
         names = set()
         with Watching(lambda function, _: names.add(function._opname)):
@@ -164,15 +162,18 @@ def test_backward_hands_on_the_gradients_of_heads_as_views(package):
     assert "select_backward" not in names
 
 
-@pytest.mark.parametrize("package", ALL)
-def test_a_window_that_hides_nothing_is_left_out(package):
+def test_a_window_that_hides_nothing_is_left_out():
     ends = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
     heads = torch.randn(3, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    with installed(package) as calls:
-        use = KernelUse(name_of(package), 8, 8)
+    with installed(VARLEN) as calls:
         for window in (4, 5):
-            attend(use, heads, (*ends, count_on_host([3], [5])), Scoring(0.3, window))
-    assert [call["window"] for call in calls[package]] == [3, None]
+            attend(
+                KernelUse(VARLEN, 8, 8),
+                heads,
+                (*ends, count_on_host([3], [5])),
+                Scoring(0.3, window),
+            )
+    assert [call["window"] for call in calls[VARLEN]] == [3, None]
 
 
 @pytest.mark.parametrize("package", ALL)
@@ -202,7 +203,7 @@ def test_sums_have_one_order_where_kernels_are_deterministic(package, monkeypatc
 
 @pytest.mark.parametrize("window", [None, 2], ids=["causal", "window"])
 def test_attention_of_each_sequence_adds_in_one_order_too(window):
-    """Where it is asked for: torch's operator does so only where others without one are errors."""
+    """torch's operator has one order only where others without one are errors."""
     orders = []
 
     def note(function, _):
@@ -230,19 +231,19 @@ def test_what_packages_of_other_releases_lack_is_named():
     def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k):
         raise AssertionError
 
-    module = types.ModuleType("old")
+    module, flash_2 = types.ModuleType("old"), attention_kernels._FLASH["flash_attention_2"]
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
     with pytest.raises(
         attention_contract.MissingKernelError, match="old has no _flash_attn_varlen_"
     ):
-        attention_kernels._flash_2(module, "x", "x")
+        attention_kernels._flash(flash_2, module, "x", "x")
     module._flash_attn_varlen_backward = _flash_attn_varlen_forward
     with pytest.raises(attention_contract.MissingKernelError, match="knows no max_seqlen_q"):
-        attention_kernels._flash_2(module, "x", "x")
+        attention_kernels._flash(flash_2, module, "x", "x")
 
 
 def test_functions_that_are_operators_are_called_by_their_schema():
-    """As those of flash-attn 2 and 3 are, which torch.library.custom_op hides."""
+    """flash-attn 2 and 3 have such functions, which torch.library.custom_op hides."""
     operator = torch.library.custom_op(
         "of_a_package::attend",
         lambda q, _alibi, scale, left=-1: q * scale + left,
@@ -320,10 +321,7 @@ def test_kernels_are_tried_at_the_start_as_they_will_run(flash_2_on_a_device, ca
 
 
 def test_a_kernel_that_refuses_on_the_device_is_passed_over(flash_2_on_a_device, caplog):
-    def refuse(*_):
-        raise RuntimeError("no kernel image\nmore")
-
-    flash_2_on_a_device.check = refuse
+    flash_2_on_a_device.check = raises(RuntimeError("no kernel image\nmore"))
     (choice,) = select_kernels(LATENT, CPU, HALF)
     assert choice.kernel is None
     assert kernel_for(192, 128, HALF, False) is None
@@ -334,71 +332,118 @@ def test_a_kernel_that_refuses_on_the_device_is_passed_over(flash_2_on_a_device,
         select_kernels(LATENT, CPU, HALF, request="flash_attention_2")
 
 
-def test_a_kernel_that_computes_something_else_is_passed_over_or_an_error(caplog, monkeypatch):
-    with installed("flash_attention_2", "flash_attention_3"):
-        kernel = load_kernel("flash_attention_3")
+def raises(error):
+    def fault(*_):
+        raise error
 
-        def wrong(*inputs):
-            out, lse = kernel.forward(*inputs)
-            return out * 1.1, lse
+    return fault
 
-        broken = dataclasses.replace(kernel, forward=wrong)
-        attention_kernels._loaded["flash_attention_3"] = broken
-        message = (
-            r"flash_attention_3 \(flash-attn-3.*\) is off by \d.*heads of 64 in bfloat16.*"
-            r'set hydra.attention to "flash_attention_2" or "per_sequence"'
-        )
+
+def wrong_output(outputs, _):
+    outputs[0].mul_(1.1)
+
+
+def wrong_tail(grads, ends):
+    if ends.long:
+        grads[1][ends.long[-1].last - 20 :] *= 1.3  # dk of the last keys of the long sequence
+
+
+def in_long(fault):
+    """The fault of what runs apart alone."""
+    return lambda found, ends: fault(found, ends) if ends.long else None
+
+
+OFF = r"it is off by \S+, at most 0.02 is expected"
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "way", "fault", "reason"),
+    [
+        ("flash_attention_3", "flash_attention_2", "forward", wrong_output, OFF),
+        (CUDNN, VARLEN, "backward", wrong_tail, OFF),
+        (CUDNN, VARLEN, "forward", in_long(lambda outputs, _: outputs[0].fill_(math.nan)), OFF),
+        (CUDNN, VARLEN, "backward", in_long(raises(KeyError("lse"))), "it refuses: 'lse'"),
+    ],
+)
+def test_a_kernel_that_fails_its_trial_is_passed_over_or_an_error(
+    name, other, way, fault, reason, caplog, monkeypatch
+):
+    with installed(name, other):
+        kernel = load_kernel(name)
+        run = getattr(kernel, way)
+
+        def run_wrong(*inputs):
+            found = run(*inputs)
+            fault(found, inputs[3 if way == "forward" else 6])
+            return found
+
+        attention_kernels._loaded[name] = dataclasses.replace(kernel, **{way: run_wrong})
         (choice,) = select_kernels(PLAIN, CPU, HALF)
-        assert (choice.name, choice.failed) == ("flash_attention_2", ("flash_attention_3",))
+        assert (choice.name, choice.failed) == (other, (name,))
+        assert kernel_for(64, 64, HALF, False).name == other
         (warning,) = caplog.messages
-        assert warning.startswith(
-            "attention runs by flash_attention_2; not flash_attention_3: it is off by "
+        assert re.fullmatch(f"attention runs by {other}; not {name}: {reason}", warning)
+        assert re.search(f"not {name}: {reason}", choice.describe())
+        is_off = reason == OFF
+        message = (
+            rf'{name} \(.*\) is off by \S+ for heads of 64 in bfloat16.*set hydra.attention to "{other}" or "per_seq'
+            if is_off
+            else f'is "{name}".*{reason}; set it to "{other}" or "per_sequence", or to "auto"'
         )
-        assert warning.endswith(", at most 0.02 is expected")
+        with pytest.raises(UnsupportedModelError if is_off else HydraConfigError, match=message):
+            select_kernels(PLAIN, CPU, HALF, request=name)
+        (choice,) = select_kernels(PLAIN, CPU, HALF, request=other)
+        assert choice.name == other
         monkeypatch.setattr(findings, "_WIDTHS", ((64, 64),))
         found = findings.check_attention(CPU)
         assert found.status.value == "warning"
-        assert "not flash_attention_3: it is off by" in found.text
-        assert "reinstall flash_attention_3" in found.advice
-        with pytest.raises(UnsupportedModelError, match=message):
-            select_kernels(PLAIN, CPU, HALF, request="flash_attention_3")
-        (choice,) = select_kernels(PLAIN, CPU, HALF, request="flash_attention_2")
-        assert choice.name == "flash_attention_2"
+        assert re.search(f"not {name}: {reason}", found.text)
+        assert f"reinstall {name}" in found.advice
 
 
-def test_the_fastest_of_the_device_comes_first(monkeypatch):
-    """In the order of the issue; flash-attn 3 is of Hopper, 4 of Blackwell and Hopper."""
-    with installed(*ALL):
-        for generation, wanted in ((8, 3), (9, 3), (10, 4), (12, 4), (None, 3)):
-            monkeypatch.setattr(attention_choice, "_generation", lambda _, g=generation: g)
-            assert choose(HEADS).name == f"flash_attention_{wanted}"
-        monkeypatch.setattr(attention_choice, "_generation", lambda _: 10)
-        choice = choose(HEADS)
-        assert (
-            "not flash_attention_3: it runs on compute capability 8.x and 9.x, the device has 10.x"
-            in (choice.describe())
-        )
-        assert choose(Demand(192, 192, HALF)).name == "flash_attention_2"
-        assert choose(Demand(192, 128, HALF)).name == "flash_attention_4"
-        assert choose(Demand(64, 64, torch.float32)).name == "per_sequence"
-    with installed(VARLEN):
-        assert choose(HEADS).name == VARLEN
-        assert choose(HEADS._replace(is_capped=True)).name == "per_sequence"
-    with installed("flash_attention_2", VARLEN):
-        assert choose(HEADS).name == "flash_attention_2"
+WIDE, CAPPED_HEADS = Demand(256, 256, HALF), HEADS._replace(is_capped=True)
+FLASH_2, FLASH_3, FLASH_4 = (f"flash_attention_{n}" for n in (2, 3, 4))
+CHOICES = (
+    # installed, heads, compute capability, deterministic: what runs, and why no faster one does
+    (ALL, HEADS, None, False, FLASH_3, ""),
+    (ALL, HEADS, 8, False, FLASH_3, ""),
+    (ALL, HEADS, 9, False, FLASH_3, ""),
+    (ALL, HEADS, 10, False, FLASH_4, "it runs on compute capability 8.x and 9.x, the device has 10.x"),
+    (ALL, HEADS, 12, False, FLASH_4, ""),
+    (ALL, Demand(192, 192, HALF), 10, False, FLASH_2, ""),
+    (ALL, Demand(192, 128, HALF), 10, False, FLASH_4, ""),
+    (ALL, Demand(64, 64, torch.float32), None, False, "per_sequence", "computes in 16 bit, not in float32"),
+    ((FLASH_3, FLASH_2), WIDE, None, False, FLASH_3, ""),
+    ((FLASH_3, FLASH_2), WIDE, None, True, FLASH_2, "up to a width of 192, heads have 256"),
+    ((FLASH_2, VARLEN), HEADS, None, False, FLASH_2, ""),
+    ((VARLEN,), HEADS, None, False, VARLEN, ""),
+    ((VARLEN,), CAPPED_HEADS, None, False, "per_sequence", ""),
+    ((CUDNN, FLASH_2, VARLEN), HEADS, None, False, CUDNN, ""),
+    ((CUDNN, FLASH_3), HEADS, None, False, FLASH_3, ""),
+    ((CUDNN, VARLEN), Demand(20, 12, HALF), None, False, CUDNN, ""),
+    ((CUDNN, VARLEN), Demand(192, 128, HALF), None, False, VARLEN, "it does not take heads of 192 with values of 128"),
+    ((CUDNN, FLASH_2), CAPPED_HEADS, None, False, FLASH_2, "not cudnn: it cannot cap scores"),
+    ((CUDNN, VARLEN), HEADS, None, True, VARLEN, "no order of sums (hydra.deterministic)"),
+    ((CUDNN, VARLEN), HEADS, 8, False, VARLEN, "not cudnn: it runs on compute capability 9.x, the device has 8.x"),
+    ((CUDNN, VARLEN), HEADS, 10, False, VARLEN, "not cudnn: it runs on compute capability 9.x"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=range(len(CHOICES)))
+def test_the_fastest_kernel_that_takes_a_demand_is_chosen(choice, monkeypatch):
+    packages, demand, generation, is_ordered, wanted, reason = choice
+    monkeypatch.setattr(attention_choice, "_generation", lambda _: generation)
+    with installed(*packages):
+        found = choose(demand, is_ordered=is_ordered)
+    assert found.name == wanted
+    assert reason in found.describe()
+
+
+def test_a_torch_without_the_operator_is_named(monkeypatch):
     with installed():
-        forget()
+        attention_kernels._loaded.clear()
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", None)
         assert "not varlen: torch" in choose(HEADS).describe()
-
-
-def test_one_order_where_a_kernel_has_none_takes_another():
-    wide = Demand(256, 256, HALF)
-    with installed("flash_attention_3", "flash_attention_2"):
-        assert choose(wide).name == "flash_attention_3"
-        choice = choose(wide, is_ordered=True)
-        assert choice.name == "flash_attention_2"
-        assert "hydra.deterministic" in choice.reasons()
 
 
 def test_names_of_the_configuration_are_those_of_kernels():
@@ -462,19 +507,13 @@ def test_what_the_model_was_loaded_with_is_honoured(caplog):
 
 def test_the_stage_model_asks_for_what_its_model_was_loaded_with():
     model = tiny("llama").to(HALF)
+    model.config._attn_implementation = "flash_attention_2"
     with installed("flash_attention_2", "flash_attention_3"):
-        for asked, key, wanted in (
-            ("flash_attention_2", "auto", "flash_attention_2"),
-            ("flash_attention_2", "flash_attention_3", "flash_attention_3"),
-            ("sdpa", "auto", "flash_attention_3"),
-        ):
-            model.config._attn_implementation = asked
+        for key, wanted in (("auto", "flash_attention_2"), ("flash_attention_3",) * 2):
             stage_model = StageModel(model, attention_kernel=key)
             stage_model.to_device(CPU)
             assert [choice.name for choice in stage_model.attention_choices] == [wanted]
             assert kernel_for(8, 8, HALF, False).name == wanted
-    with pytest.raises(HydraConfigError, match="ranks compute on cpu"):
-        StageModel(model, attention_kernel="varlen").to_device(CPU)
 
 
 def test_kernels_of_the_hub_have_both_passes(monkeypatch):
@@ -602,8 +641,7 @@ def test_a_thread_without_plans_leaves_cudnn_alone():
 
 
 @pytest.mark.parametrize("num_passes", [0, 1, 2])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), RuntimeError("no plan")])
-def test_a_plan_that_fails_is_left_out_in_both_passes(num_passes, error, caplog):
+def test_a_plan_that_fails_is_left_out_in_both_passes(num_passes, caplog):
     """After so many of its passes."""
     lengths = [110]
     inputs, weight = packed_inputs(lengths)
@@ -612,7 +650,7 @@ def test_a_plan_that_fails_is_left_out_in_both_passes(num_passes, error, caplog)
     def refuse(*_):
         left[0] -= 1
         if left[0] < 0:
-            raise error
+            raise torch.OutOfMemoryError("no memory")
 
     with installed(CUDNN) as calls:
         wanted = attend_packed(inputs, weight, lengths)
@@ -626,7 +664,7 @@ def test_a_plan_that_fails_is_left_out_in_both_passes(num_passes, error, caplog)
     torch.testing.assert_close(found, wanted)
     (warning,) = caplog.messages
     assert re.search(r"cuDNN does not plan _Sizes\(num_queries=128, .* of _Heads\(", warning)
-    assert warning.endswith(str(error))
+    assert warning.endswith("no memory")
 
 
 def test_what_backward_by_another_kernel_reads_by_its_address_is_contiguous():
@@ -729,7 +767,7 @@ def test_what_is_long():
 
 
 def on_grid(heads):
-    """What cuDNN gets of a whole sequence."""
+    """A whole sequence as cuDNN gets it."""
     number = len(heads)
     (block,) = attention_cudnn._blocks(LongSegment(0, 0, number, 0, number))
     padded, *_ = attention_cudnn._padded([heads], [], block)
@@ -762,73 +800,6 @@ def test_padded_lengths_are_few():
     assert len(found) == 4 * 16 + 1
 
 
-def raises(error):
-    def fault(*_):
-        raise error
-
-    return fault
-
-
-def wrong_tail(grads, ends):
-    grads[1][ends.long[-1].last - 20 :] *= 1.3  # dk of the last keys of the long sequence
-
-
-@pytest.mark.parametrize(
-    ("way", "fault", "reason"),
-    [
-        ("backward", wrong_tail, r"it is off by \d\.\de-\d\d, at most 0.02 is expected"),
-        ("forward", lambda outputs, _: outputs[0].fill_(math.nan), "it is off by nan, at most 0.02 is expected"),
-        ("forward", raises(RuntimeError("no plan\nmore")), "it refuses: no plan"),
-        ("backward", raises(RuntimeError("no engine")), "it refuses: no engine"),
-        ("backward", raises(KeyError("lse")), "it refuses: 'lse'"),
-    ],
-)  # fmt: skip
-def test_cudnn_that_fails_its_trial_leaves_attention_to_varlen(way, fault, reason, caplog):
-    with installed(CUDNN, VARLEN):
-        kernel = load_kernel(CUDNN)
-        run = getattr(kernel, way)
-
-        def run_wrong(*inputs):
-            found, ends = run(*inputs), inputs[3 if way == "forward" else 6]
-            if ends.long:
-                fault(found, ends)
-            return found
-
-        attention_kernels._loaded[CUDNN] = dataclasses.replace(kernel, **{way: run_wrong})
-        (choice,) = select_kernels(PLAIN, CPU, HALF)
-        assert (choice.name, choice.failed) == (VARLEN, (CUDNN,))
-        assert kernel_for(64, 64, HALF, False).name == VARLEN
-        (warning,) = caplog.messages
-        assert re.fullmatch(f"attention runs by varlen; not cudnn: {reason}", warning)
-        assert re.search(f"not cudnn: {reason}; not flash_attention_2: ", choice.describe())
-        with pytest.raises(
-            UnsupportedModelError if "off" in reason else HydraConfigError, match="varlen"
-        ):
-            select_kernels(PLAIN, CPU, HALF, request=CUDNN)
-
-
-def test_what_cudnn_does_not_take_is_named(monkeypatch):
-    def reason(demand, **options):
-        passed_over = dict(choose(demand, **options).passed_over)
-        return passed_over[CUDNN]
-
-    with installed(CUDNN, VARLEN):
-        assert choose(HEADS).name == CUDNN
-        assert choose(Demand(20, 12, HALF)).name == CUDNN
-        assert "heads of 192 with values of 128" in reason(Demand(192, 128, HALF))
-        assert "it cannot cap scores" in reason(HEADS._replace(is_capped=True))
-        assert "not in float32" in reason(HEADS._replace(dtype=torch.float32))
-        assert "hydra.deterministic" in reason(HEADS, is_ordered=True)
-        for generation in (8, 10, 12):
-            with monkeypatch.context() as patch:
-                patch.setattr(attention_choice, "_generation", lambda _, g=generation: g)
-                assert f"capability 9.x, the device has {generation}.x" in reason(HEADS)
-    with installed(CUDNN, "flash_attention_2", VARLEN):
-        assert choose(HEADS).name == CUDNN
-    with installed(CUDNN, "flash_attention_3", VARLEN):
-        assert choose(HEADS).name == "flash_attention_3"
-
-
 @pytest.mark.parametrize(
     ("holder", "name", "value", "why"),
     [
@@ -846,7 +817,7 @@ def test_a_torch_without_cudnn_says_so(monkeypatch, holder, name, value, why):
     monkeypatch.setattr(holder, name, value)
     assert attention_cudnn.why_not().startswith(why)
     with pytest.raises(attention_contract.MissingKernelError, match=why):
-        attention_kernels._cudnn(CUDNN)
+        attention_kernels._load(CUDNN)
 
 
 def test_heads_that_come_too_late_for_a_trial_run_by_a_kernel_that_needs_none():

@@ -1,4 +1,4 @@
-"""What is said of schemes with context parallelism that nobody measured: time, memory, which are
+"""Estimates of schemes with context parallelism that nobody measured: time, memory, which are
 worth considering.
 """
 

@@ -127,7 +127,7 @@ def test_attention_over_rows_equals_attention_over_the_micro_batch():
 
 @pytest.fixture(autouse=True)
 def keys_in_parts(monkeypatch):
-    """As those of large micro-batches travel."""
+    """Let keys of small micro-batches travel as those of large ones."""
     monkeypatch.setattr(token_cuts, "LEAST_PART_BYTES", 1)
 
 

@@ -52,7 +52,7 @@ def convert(model, config):
 
 
 def tensor(*shape, seed):
-    """Of numbers that differ much in size, from column to column and from half to half."""
+    """Numbers that differ much in size, from column to column and from half to half."""
     generator = torch.Generator().manual_seed(seed)
     columns = torch.linspace(-2, 2, shape[-1]).exp()
     return torch.randn(shape, generator=generator) * columns
@@ -151,12 +151,12 @@ STRATEGIES = (
 )  # fmt: skip
 
 LEAST_ERROR = 0.08
-"""Of the gradients of 8-bit products against fp32; measured: rowwise 0.097, tensorwise 0.122."""
+"""Error of gradients in 8 bits against fp32; measured: rowwise 0.097, tensorwise 0.122."""
 LARGEST_DIFFERENCE = {ROWWISE: 0.015, "tensorwise_emulated": 0.04}
-"""Of gradients of one strategy and of one process, both in 8 bits. Measured: 4e-7 at most as long
-as no number falls to the other side of where casts round, as the last bits of sums can make it;
-0.0014 and 0.022 where that happens in this model. Were parts of the gradients of repeated heads
-cast (1x<4,1>): 0.033 and 0.066.
+"""Difference of gradients of one strategy and of one process, both in 8 bits. Measured: 4e-7 at
+most as long as no number falls to the other side of where casts round, as the last bits of sums can
+make it; 0.0014 and 0.022 where that happens in this model. Were parts of the gradients of
+repeated heads cast (1x<4,1>): 0.033 and 0.066.
 """
 
 

@@ -104,7 +104,7 @@ def train_in_fp16(folder):
 
 
 def norms_in_other_precisions(folder, batch):
-    """Of gradients of the first iteration after a checkpoint of fp16; the loss scale."""
+    """Norms of gradients of the first iteration after a checkpoint of fp16, and loss scales."""
     found = []
     for sections in ({}, {"bf16": {"enabled": True}}):
         for options in ({}, {"load_optimizer_states": False}):

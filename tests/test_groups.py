@@ -1,4 +1,4 @@
-"""What process groups are said to cost."""
+"""Process groups: who is in them, what they cost, how they are made."""
 
 from __future__ import annotations
 
@@ -159,73 +159,25 @@ def test_groups_wait_as_long_as_the_group_of_all_ranks(minutes, expected):
         dist.destroy_process_group()
 
 
-def test_groups_that_share_no_rank_are_made_together():
-    """Of 256 ranks in groups of 2 to 256 ranks: 255 groups of a purpose are 8 lists, in order."""
-    keys = [
-        (purpose, range(first, first + 2**k))
-        for purpose in ("sp", "tp")
-        for k in range(1, 9)
-        for first in range(0, 256, 2**k)
-    ]
-    rounds = groups.disjoint_rounds(keys)
-    assert len(rounds) == 16
-    assert sorted((key for own in rounds for key in own), key=str) == sorted(keys, key=str)
-    for own in rounds:
-        ranks = [rank for _, ranks in own for rank in ranks]
-        assert len(set(ranks)) == len(ranks) == 256
-        assert len({purpose for purpose, _ in own}) == 1
-
-
 MANY = ("1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<4,1>", "1x<sp4,1>")
 
 
-def make_many_groups(is_split, fails_at=0):
-    """Sums of the ranks of each group, made one by one or by splits, of which torch has none for
-    gloo: in their place all groups of a split are made, and each rank gets its own. Split
-    `fails_at` fails on rank 1.
-    """
-    num_splits = 0
-
-    def split_group(parent, split_ranks, *, timeout, pg_options):
-        nonlocal num_splits
-        num_splits += 1
-        found = [dist.new_group(ranks, timeout=timeout) for ranks in split_ranks]
-        if num_splits == fails_at and dist.get_rank() == 1:
-            raise RuntimeError("no split")
-        mine = [g for g, ranks in zip(found, split_ranks, strict=True) if dist.get_rank() in ranks]
-        return mine[0] if mine else None
-
+def sums_of_groups():
+    """Sums of the ranks of each group of this rank."""
     strategies = [Strategy.parse(text) for text in MANY]
-    with (
-        mock.patch.object(groups, "_FEW_GROUPS", 1),
-        mock.patch.object(groups, "_can_split", return_value=is_split),
-        mock.patch.object(dist, "split_group", split_group),
-    ):
-        pool = GroupPool(100, torch.device("cpu"))
-        pool.ensure(strategies)
-    sums = {}
+    pool = GroupPool(100, torch.device("cpu"))
+    pool.ensure(strategies)
+    assert len(pool) == len(communicators(groups_of_all(strategies)))
     for purpose, ranks in sorted(groups_of_all(strategies), key=str):
         if dist.get_rank() in ranks:
             value = torch.tensor(dist.get_rank())
             dist.all_reduce(value, group=pool.get(purpose, ranks))
-            sums[purpose, ranks] = int(value)
-    return sums, num_splits, len(pool)
-
-
-def make_in_all_ways():
-    """Of groups that are split, made one by one, and made so after a split has failed."""
-    return [make_many_groups(is_split, fails) for is_split, fails in ((1, 0), (0, 0), (1, 2))]
+            assert int(value) == sum(ranks)
 
 
 @pytest.mark.distributed
-def test_split_or_not_each_rank_has_its_groups():
-    for split, one_by_one, failed in run_distributed(make_in_all_ways, 4):
-        for sums, _, num_groups in (split, one_by_one, failed):
-            assert sums
-            assert all(value == sum(ranks) for (_, ranks), value in sums.items())
-            assert num_groups == len(communicators(groups_of_all(map(Strategy.parse, MANY))))
-        assert 1 < split[1] < split[2]
-        assert (one_by_one[1], failed[1]) == (0, 2)
+def test_each_rank_has_its_groups():
+    run_distributed(sums_of_groups, 4)
 
 
 @pytest.mark.parametrize("num_devices", [8, 32])
@@ -263,13 +215,8 @@ def test_second_hops_of_the_link_have_groups_of_nodes():
     assert link_groups(5, 2) == [("pull", range(5)), ("push", range(5)), *of_nodes]
 
 
-def test_few_groups_are_not_split(made):
-    GroupPool(99, torch.device("cpu")).create([("tp", range(n, n + 2)) for n in range(64)])
-    assert len(made) == 64
-
-
 class Options:
-    """As ProcessGroupNCCL has them, of an NCCL that knows bounds or not."""
+    """Options of ProcessGroupNCCL, of an NCCL that knows bounds or not."""
 
     def __init__(self, *, knows_bounds=True):
         self.is_high_priority_stream, self._timeout = False, None

@@ -29,9 +29,9 @@ from ds_hydra.strategy import Strategy
 
 CPU = torch.device("cpu")
 MOST_CALLS = {"2x<1,1>": 25_000, "1x<2,1>": 38_000, "2x<1,1;gather>": 28_000}
-"""Of functions of Python and C, in the computing thread, for 64 tokens and 16 layers."""
+"""Calls of functions of Python and C, in the computing thread, for 64 tokens and 16 layers."""
 MOST_CALLS_OF_LAYER, MOST_CALLS_OF_MICRO_BATCH = 340, 1000
-"""Of both passes of a layer for one micro-batch, and of a micro-batch without its layers."""
+"""Calls of both passes of a layer for one micro-batch, and of a micro-batch without its layers."""
 MOST_CALLS_OF_OPERATOR = 12
 """That an operator of compiled layers makes around the function that it runs."""
 WARM_UP = 3
@@ -39,7 +39,7 @@ WARM_UP = 3
 
 
 MOST_STEP_BYTES = 40
-"""Of a trained parameter in bf16 by torch's fused AdamW: norm 4, step 28, cast 6."""
+"""Bytes of a trained parameter in bf16 by torch's fused AdamW: norm 4, step 28, cast 6."""
 ONLY_WRITTEN = ("copy_", "zero_", "fill_")
 
 

@@ -80,7 +80,7 @@ def test_rates_at_the_ends(rate, kept):
 
 
 class AloneDropout(nn.Module):
-    """What one process does: the mask of the sequence that it runs alone."""
+    """Dropout of one process: the mask of the sequence that it runs alone."""
 
     sequence, iteration = 0, 0
 

@@ -40,7 +40,7 @@ def test_the_notation():
 
 
 class Attention(torch.autograd.Function):
-    """What calls `run_once`: its backward reads what the first pass has kept."""
+    """Calls `run_once`; its backward reads what the first pass has kept."""
 
     @staticmethod
     def forward(ctx, hidden):

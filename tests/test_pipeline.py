@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from ds_hydra.engine.parallel import one_f_one_b
 from ds_hydra.engine.parallel.one_f_one_b import (
-    Pass,
     PipelineStage,
     one_forward_one_backward,
     run_1f1b,
     run_forward_only,
 )
 from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.records.timeline import EventKind
 
 
 @given(num_stages=st.integers(1, 6), num_micro_batches=st.integers(0, 9))
@@ -29,16 +29,18 @@ def test_order_is_that_of_deepspeeds_train_schedule(num_stages, num_micro_batche
         theirs = []
         for step in TrainSchedule(num_micro_batches, num_stages, stage).steps():
             theirs += [
-                Pass.FORWARD if isinstance(command, ForwardPass) else Pass.BACKWARD
+                EventKind.FORWARD if isinstance(command, ForwardPass) else EventKind.BACKWARD
                 for command in step
                 if isinstance(command, ForwardPass | BackwardPass)
             ]
         ours = list(one_forward_one_backward(num_stages, stage, num_micro_batches))
-        for wanted in Pass:
+        for wanted in (EventKind.FORWARD, EventKind.BACKWARD):
             assert [index for pass_, index in ours if pass_ is wanted] == list(
                 range(num_micro_batches)
             )
-        assert [pass_ for pass_, _ in ours].count(Pass.FORWARD) == theirs.count(Pass.FORWARD)
+        assert [pass_ for pass_, _ in ours].count(EventKind.FORWARD) == theirs.count(
+            EventKind.FORWARD
+        )
         assert held_at_most(ours) <= min(num_stages - stage, num_micro_batches)
 
 
@@ -46,7 +48,7 @@ def held_at_most(order):
     """Largest number of micro-batches whose activations a stage keeps at one time."""
     held = most = 0
     for pass_, _ in order:
-        held += 1 if pass_ is Pass.FORWARD else -1
+        held += 1 if pass_ is EventKind.FORWARD else -1
         most = max(most, held)
     return most
 
@@ -69,20 +71,9 @@ def test_blocking_receives_never_deadlock(num_stages, num_micro_batches):
 
 def may_run(step, stage, num_stages, done):
     pass_, micro_batch = step
-    if pass_ is Pass.FORWARD:
-        return stage == 0 or (stage - 1, Pass.FORWARD, micro_batch) in done
-    return stage == num_stages - 1 or (stage + 1, Pass.BACKWARD, micro_batch) in done
-
-
-def test_hand_worked_order():
-    order = [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(3, 0, 4)]
-    assert order == ["f0", "f1", "f2", "b0", "f3", "b1", "b2", "b3"]
-    assert [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(3, 2, 2)] == [
-        "f0",
-        "b0",
-        "f1",
-        "b1",
-    ]
+    if pass_ is EventKind.FORWARD:
+        return stage == 0 or (stage - 1, EventKind.FORWARD, micro_batch) in done
+    return stage == num_stages - 1 or (stage + 1, EventKind.BACKWARD, micro_batch) in done
 
 
 class Mark:
@@ -96,7 +87,7 @@ class Mark:
 
 
 class DeviceRecorder(Recorder):
-    """Of passes that end when the host waits for them; those before them have ended, too."""
+    """Records passes that end when the host waits for them, with those before them."""
 
     most_under_way = 0
 
@@ -127,39 +118,9 @@ def test_the_host_is_two_micro_batches_ahead_of_a_device_at_most(num_micro_batch
     assert recorder.most_under_way == min(4, 2 * num_micro_batches)
 
 
-def test_what_others_wait_for_is_posted_before_each_message(monkeypatch):
-    done = []
-
-    def post(operations):
-        done.extend("receive" if op.op is one_f_one_b.dist.irecv else "send" for op in operations)
-        return [SimpleNamespace(wait=lambda: None, is_completed=lambda: True)]
-
-    fakes = {"batch_isend_irecv": post, "P2POp": lambda op, *_: SimpleNamespace(op=op)}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(one_f_one_b.dist, name, fake)
-    stage = PipelineStage(
-        num_stages=3,
-        stage=1,
-        hidden_size=4,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        previous_rank=0,
-        next_rank=2,
-        before_message=lambda: done.append("posted"),
-    )
-    stage.receive_activation(stage.activation_memory(2), requires_grad=True)
-    stage.send_activation(torch.ones(2))
-    stage.receive_gradient(torch.ones(2))
-    stage.send_gradient(torch.ones(2))
-    stage.finish()
-    assert done == ["posted", "receive", "posted", "send"] * 2
-
-
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_memory_of_a_receive_is_taken_before_the_send_before_it(monkeypatch, forward_only):
-    """A full allocator waits for the device, and so for a send that the neighbour has not
-    received.
-    """
+@pytest.fixture
+def done(monkeypatch):
+    """Messages of a stage, which are over at once."""
     done = []
 
     def post(operations):
@@ -172,12 +133,36 @@ def test_memory_of_a_receive_is_taken_before_the_send_before_it(monkeypatch, for
     monkeypatch.setattr(
         one_f_one_b.dist, "P2POp", lambda op, tensor, *_: SimpleNamespace(op=op, tensor=tensor)
     )
+    return done
+
+
+def middle_stage(**more):
+    return dataclasses.replace(
+        one_stage(), num_stages=3, stage=1, previous_rank=0, next_rank=2, **more
+    )
+
+
+def test_what_others_wait_for_is_posted_before_each_message(done):
+    stage = middle_stage(before_message=lambda: done.append("posted"))
+    stage.receive_activation(stage.activation_memory(2), requires_grad=True)
+    stage.send_activation(torch.ones(2))
+    stage.receive_gradient(torch.ones(2))
+    stage.send_gradient(torch.ones(2))
+    stage.finish()
+    assert done == ["posted", "receive", "posted", "send"] * 2
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_memory_of_a_receive_is_taken_before_the_send_before_it(monkeypatch, done, forward_only):
+    """A full allocator waits for the device, and so for a send that the neighbour has not
+    received.
+    """
     for name in ("activation_memory", "gradient_memory"):
         take = getattr(PipelineStage, name)
         monkeypatch.setattr(
             PipelineStage, name, lambda *args, _take=take: done.append("memory") or _take(*args)
         )
-    stage = dataclasses.replace(one_stage(), num_stages=3, stage=1, previous_rank=0, next_rank=2)
+    stage = middle_stage()
     if forward_only:
         run_forward_only(stage, [2, 3], lambda _, received: 2 * received)
         assert done == ["memory", "receive", "memory", "send", "receive", "send"]

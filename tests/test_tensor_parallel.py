@@ -84,7 +84,7 @@ def test_outputs_are_summed_and_what_hooks_keep_stays(tp):
 
 
 class Scaled(nn.Linear):
-    """As in quantisation-aware training: a scale is taken of all features of a token."""
+    """Takes a scale of all features of a token, as quantisation-aware training does."""
 
     def forward(self, x):
         return F.linear(x / x.abs().amax(dim=-1, keepdim=True), self.weight)

@@ -42,7 +42,7 @@ def memory():
 
 @pytest.mark.distributed
 def test_activations_fall_with_tp_and_sp():
-    """What is kept is divided by TP, also where layers run again in backward."""
+    """Kept bytes are divided by TP, also where layers run again in backward."""
     found = run_distributed(memory, 4)[0]
     grad = 64 * 4  # before the head: made in forward, and whole on every rank until backward
     for part in ("", ";ckpt=4"):
@@ -107,13 +107,8 @@ def test_norms_push_from_every_rank_and_biases_from_one():
     assert whole.tp.micro_batch_multiple(4) == cut.tp.micro_batch_multiple(1) == 1
 
 
-class Layer(nn.Module):
-    """A layer of whatever modules."""
-
-    def __init__(self, **modules):
-        super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
+def layer_of(**modules):
+    return nn.ModuleDict(modules)
 
 
 def linear():
@@ -122,19 +117,19 @@ def linear():
 
 def test_blocks_are_parents_of_column_wise_modules_with_one_row_wise_module():
     first, second = (
-        Layer(q=linear(), k=linear(), norm=linear(), o=linear()),
-        Layer(up=linear(), down=linear()),
+        layer_of(q=linear(), k=linear(), norm=linear(), o=linear()),
+        layer_of(up=linear(), down=linear()),
     )
     styles = {first.q: COLUMN, first.k: COLUMN, first.o: ROW, second.up: COLUMN, second.down: ROW}
-    layer = Layer(attention=first, norm=linear(), mlp=second)
+    layer = layer_of(attention=first, norm=linear(), mlp=second)
     assert list(find_blocks(layer, styles)) == [first, second]
     for block, problem in (
-        (Layer(up=second.up), "has 1 column-wise and 0 row-wise"),
-        (Layer(down=second.down), "has 0 column-wise and 1 row-wise"),
-        (Layer(up=second.up, down=second.down, o=first.o), "has 1 column-wise and 2 row-wise"),
+        (layer_of(up=second.up), "has 1 column-wise and 0 row-wise"),
+        (layer_of(down=second.down), "has 0 column-wise and 1 row-wise"),
+        (layer_of(up=second.up, down=second.down, o=first.o), "has 1 column-wise and 2 row-wise"),
     ):
         with pytest.raises(ValueError, match=problem):
-            list(find_blocks(Layer(mlp=block), styles))
+            list(find_blocks(layer_of(mlp=block), styles))
     with pytest.raises(ValueError, match="the layer itself has 1 column-wise"):
         list(find_blocks(second, styles))
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.transfer.schedule import AT_ONCE, GATHER_WINDOW, Window, plan_transfers
 from ds_hydra.records.timeline import EventKind
 
@@ -31,7 +30,7 @@ def plan_gathered(window, num_buckets, counts):
 def test_gathered_layers_are_there_when_they_are_used(micro_batches, layers, trained, kept):
     window = window_of(kept, layers, trained)
     schedule = plan_gathered(window, kept + layers, [micro_batches])
-    uses = window.uses([Pass.FORWARD, Pass.BACKWARD] * micro_batches)
+    uses = window.uses([EventKind.FORWARD, EventKind.BACKWARD] * micro_batches)
     assert list(schedule.uses) == [window.buckets[use.position] for use in uses]
     with_gradients = [b for b, t in zip(window.buckets, window.has_backward, strict=True) if t]
     for is_early in (False, True):
@@ -52,7 +51,7 @@ def test_phases_of_gathered_layers_begin_where_all_ranks_meet(counts, layers, tr
     in_one = plan_gathered(window, layers, [sum(counts)])
     assert schedule == replace(in_one, phases=schedule.phases)
     assert schedule.phases[0] == 0
-    of_one = [Pass.FORWARD, Pass.BACKWARD]
+    of_one = [EventKind.FORWARD, EventKind.BACKWARD]
     for number, begin in enumerate(schedule.phases):
         if not sum(counts[number:]):
             continue  # nobody computes from here on

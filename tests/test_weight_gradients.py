@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -34,7 +35,7 @@ OUT, IN = 24, 16
 
 @pytest.fixture(autouse=True)
 def small_weights(monkeypatch):
-    """Those of these tests count as large ones."""
+    """Let the weights of these tests count as large ones."""
     monkeypatch.delitem(linear.LEAST_NUMEL, "cpu", raising=False)
 
 
@@ -121,22 +122,6 @@ def test_the_host_calls_little_for_a_linear():
         assert pass_by.call_count == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gathers", [False, True])
-def test_no_pass_over_a_gradient_beside_the_product(dtype, gathers):
-    with products_into_fp32():
-        stage, wanted = Stage(dtype, gathers=gathers), 0
-        for rows in (5, 7, 3):
-            stage.weights.expect_next(0)  # of a gathered layer: the gradient before was pushed
-            with Passes((OUT, IN), (IN, OUT)) as passes:
-                last = stage.run(rows)
-            assert not passes.counts
-            wanted = last if gathers else wanted + last
-        assert stage.linear.weight.grad is None
-    tolerance = 1e-2 if gathers and dtype == torch.bfloat16 else 1e-6
-    torch.testing.assert_close(stage.gradient.double(), wanted, rtol=tolerance, atol=tolerance)
-
-
 def test_without_such_products_a_gradient_is_made_and_added():
     linear.can_multiply_into.cache_clear()
     assert not linear.can_multiply_into(torch.float32, torch.bfloat16, CPU)
@@ -159,7 +144,7 @@ def test_products_that_a_device_refuses_or_gets_wrong_are_not_used(is_wrong, mon
 
 
 class Events(list):
-    """What happens in backward, in its order."""
+    """Events of backward, in their order."""
 
     def posted(self, *_, **__):
         self.append("posted")
@@ -198,21 +183,33 @@ def test_products_run_between_the_post_of_an_exchange_and_its_end(events, compil
         torch.testing.assert_close(of.gradient, wanted)
 
 
+@dataclass(frozen=True)
+class Twins(TokenShards):
+    """Two ranks that have the same tokens; what is gathered arrives when it is waited for."""
+
+    events: list
+
+    def post_gather(self, shard):
+        both = torch.cat([shard, shard], dim=-2)
+        coming = torch.full_like(both, torch.nan)
+        self.events.append("gather")
+
+        def arrive():
+            self.events.append("gathered")
+            coming.copy_(both.detach())
+
+        return coming, arrive
+
+    def post_reduce_scatter(self, partial):
+        self.events.append("posted")
+        half = partial[:, : partial.shape[1] // 2] * 2
+        return half, lambda: self.events.append("waited")
+
+
 def test_products_run_beside_a_reduce_scatter_and_read_what_was_gathered(events):
-    class Shards(TokenShards):
-        """Two ranks that have the same tokens."""
-
-        def post_gather(self, shard):
-            events.append("gather")
-            return torch.cat([shard, shard], dim=-2), lambda: events.append("gathered")
-
-        def post_reduce_scatter(self, partial):
-            events.append("posted")
-            return partial[:, : partial.shape[1] // 2] * 2, lambda: events.append("waited")
-
     tp = TensorParallel(cuts_micro_batches=True)
     tp.enter(None, 2, 0)
-    tp.shards = Shards(None, 2)
+    tp.shards = Twins(None, 2, events)
     stage = Stage(tp=tp)
     block = nn.Sequential(stage.linear)
     hook_block(block, tp)
@@ -230,19 +227,7 @@ def test_no_linear_reads_what_is_gathered_before_it_is_there(first_to_read):
     """One product waits for the exchange, as for weights whose gradients add up; the other one is
     made at once, as in 8 bits.
     """
-
-    class Late(TokenShards):
-        """Two ranks with the same tokens; what is gathered arrives when it is waited for."""
-
-        def post_gather(self, shard):
-            both = torch.cat([shard, shard], dim=-2)
-            coming = torch.full_like(both, torch.nan)
-            return coming, lambda: coming.copy_(both)
-
-        def post_reduce_scatter(self, partial):
-            return partial[:, : partial.shape[1] // 2] * 2, lambda: None
-
-    stage, shards = Stage(), Late(None, 2)
+    stage, shards = Stage(), Twins(None, 2, [])
     weights = {"postponed": stage.linear.weight, "at once": torch.randn(OUT, IN).requires_grad_()}
     kept = torch.randn(1, 3, IN)
     shared = gather_input(kept.clone().requires_grad_(), shards)
@@ -270,7 +255,7 @@ def test_nothing_waits_for_an_exchange_that_does_not_come(events):
 
 
 def test_a_weight_that_is_used_twice_is_complete_after_the_last_product(events):
-    """As in a model that runs its sequences one by one, or a layer that is called again."""
+    """A model that runs its sequences one by one uses it so, or a layer that is called again."""
     tp = TensorParallel()
     tp.enter(None, 2, 0)
     stage = Stage(tp=tp)
@@ -286,7 +271,7 @@ def test_a_weight_that_is_used_twice_is_complete_after_the_last_product(events):
 
 
 def test_products_and_gradients_of_autograd_add_up():
-    """As of tied weights, which an embedding reads too."""
+    """Tied weights have both: an embedding reads them, too."""
     stage = Stage()
     x = torch.randn(1, 5, IN, requires_grad=True)
     stage.weights.expect_last_backward()
@@ -314,9 +299,12 @@ def test_another_iteration_begins_as_the_first(dtype, gathers):
                 if number == len(rows) - 1:
                     stage.weights.expect_last_backward()
                     assert not stage.reports, "the gradient of this micro-batch is missing"
-                last = stage.run(tokens)
+                with Passes((OUT, IN), (IN, OUT)) as passes:
+                    last = stage.run(tokens)
+                assert not passes.counts, "a pass over the gradient beside the product"
                 wanted = last if gathers else wanted + last
             assert stage.reports == [0]
+            assert stage.linear.weight.grad is None
             tolerance = 1e-2 if gathers and dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(
                 stage.gradient.double(), wanted, rtol=tolerance, atol=tolerance

@@ -1,14 +1,12 @@
-"""Communicators: what one costs in memory and time by how it is first used, and the way of making
-groups that no GPU has run (`split_group`, taken above 64 groups: from 16 ranks on with what the
-engine proposes).
+"""Communicators: what one costs in memory and time by its first use, and those of the engine.
 
     python -m benchmarks.one_gpu.ranks --way hostid 4 -m benchmarks.one_gpu.communicators
         [--groups 12]
 
 1. MB of the device and ms for each group of all ranks: new_group + all_reduce (as
    GroupPool.create), new_group + a tiny all-to-all, new_group + a message to the next rank; each
-   with and without max_ctas 8; by split_group.
-2. GroupPool with every group by split: which options the groups have, right sums, messages, all-
+   with and without max_ctas 8.
+2. GroupPool: which options the groups have, right sums, messages, all-
    to-alls.
 3. One iteration of two strategies on such groups (see soak.py for the model).
 """
@@ -105,25 +103,17 @@ def main() -> None:
             for group in groups:
                 dist.destroy_process_group(group)
             gc.collect()
-    from ds_hydra.engine.parallel import groups as hydra_groups
+    from ds_hydra.engine.parallel.groups import GroupPool
     from ds_hydra.strategy import Strategy
 
-    if not HAS_GPU:
-        say("split_group", skipped="gloo")
-    hydra_groups._FEW_GROUPS = 0
-    pool = hydra_groups.GroupPool(None, device)
+    pool = GroupPool(None, device)
     texts = {
         2: ["2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>"],
         4: ["1x<2,2>", "1x<sp2,2,1>", "1x<1,4>", "1x<sp4,1>", "1x<cp2,2,1>", "1x<2,1> + 2x<1,1>"],
     }[world]
     begin = time.perf_counter()
     pool.ensure([Strategy.parse(t) for t in texts])
-    say(
-        "GroupPool by split_group",
-        can_split=hydra_groups._can_split(device),
-        groups=len(pool),
-        s=time.perf_counter() - begin,
-    )
+    say("GroupPool", groups=len(pool), s=time.perf_counter() - begin)
     for (purpose, ranks), group in pool._groups.items():
         if group is None:
             continue

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.one_gpu.device import HAS_GPU, join
-from benchmarks.one_gpu.telling import skip, tell, trying
+from benchmarks.one_gpu.telling import tell, trying
 from ds_hydra.engine.parallel.groups import GroupPool
 
 NUMEL = 1 << 20
@@ -116,34 +116,16 @@ def main() -> None:
 
 
 def compare_groups(probe: Probe) -> None:
-    """Neighbours in twos, or the one pair: a group for each, made as ds_hydra makes them, beside
-    one split of all ranks; with a first collective in each.
-    """
+    """Neighbours in twos, or the one pair: a group for each, with a first collective in each."""
     pairs = [(r, r + 1) for r in range(0, probe.world - 1, 2)]
-    own = next(pair for pair in pairs if probe.rank in pair)
-
-    def one_by_one() -> None:
+    with trying(case := f"{len(pairs)} groups of 2"):
+        probe.settle()
+        free, begin = _free_mib(), time.perf_counter()
         pool = GroupPool(len(pairs), probe.device)
         pool.create([("pair", range(first, last + 1)) for first, last in pairs])
-
-    def at_once() -> None:
-        group = dist.split_group(split_ranks=[list(pair) for pair in pairs])
-        assert group is not None, own
-        dist.all_reduce(torch.zeros(1, device=probe.device), group=group)
-
-    ways: dict[str, Callable[[], None]] = {"one by one": one_by_one, "at once": at_once}
-    for name, make in ways.items():
-        case = f"{len(pairs)} groups of 2, {name}"
-        if name == "at once" and dist.get_backend() != "nccl":
-            skip(case, "gloo splits no group")
-            continue
-        with trying(case):
-            probe.settle()
-            free, begin = _free_mib(), time.perf_counter()
-            make()
-            probe.settle()
-            ms = (time.perf_counter() - begin) * 1e3
-            tell(case, {"ms": ms, "MiB, all ranks": free - _free_mib()})
+        probe.settle()
+        ms = (time.perf_counter() - begin) * 1e3
+        tell(case, {"ms": ms, "MiB, all ranks": free - _free_mib()})
 
 
 def _free_mib() -> float:

@@ -326,7 +326,7 @@ def select_kernels(
     kernel caps them.
     """
     _in_use.clear()
-    if device.type not in _KERNEL_DEVICES:
+    if not has_kernels(device):
         if request not in (AUTO, PER_SEQUENCE):
             raise HydraConfigError(
                 f'hydra.attention is "{request}", which runs on GPUs, and ranks compute on {device.type}; '

@@ -138,7 +138,9 @@ class Kernel:
     """Major compute capabilities of NVIDIA devices that run it; None: it says itself."""
     takes_softcap: bool = True
     dtypes: tuple[torch.dtype, ...] = HALVES
-    takes_widths: Callable[[int, int, int | None], bool] = lambda *_: True
+    takes_widths: Callable[[int, int, int | None], bool] = lambda query, value, _: (
+        max(query, value) <= 256
+    )
     """Whether a device of a major compute capability takes widths of queries and values."""
     pads_values: bool = True
     """Whether values have to be as wide as queries."""

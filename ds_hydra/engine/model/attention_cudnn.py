@@ -35,6 +35,7 @@ Legend: as in `attention_contract`; S tokens with what pads them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -182,10 +183,8 @@ def _step(num_tokens: int, steps: int) -> int:
     return max(_GRID_TOKENS, power // steps)
 
 
-def build(name: str, rest: Kernel) -> Kernel:
-    """Kernel `name`; `rest` runs short segments and those without plans. Raises
-    MissingKernelError.
-    """
+def build(rest: Kernel) -> Kernel:
+    """The kernel; `rest` runs short segments and those without plans. Raises MissingKernelError."""
     version = f"torch {torch.__version__}"
     if why := why_not():
         raise MissingKernelError(f"{version} {why}")
@@ -208,15 +207,16 @@ def build(name: str, rest: Kernel) -> Kernel:
             scale=scale,
         )  # fmt: skip
         lse_dims[0] = lse.dim()
-        return out[0].transpose(0, 1)[begin:end], lse.reshape(out.shape[1:3])[:, begin:end]
+        return out[0].transpose(0, 1)[begin:end], lse.reshape(out.shape[1:3]).t()[begin:end]
 
     def differentiate_block(
-        of_queries: Sequence[Tensor], lse_HT: Tensor, of_keys: Sequence[Tensor], block: _Block, scale: float
-    ) -> list[Tensor]:  # fmt: skip
-        begin, end = block.num_before, block.num_before + lse_HT.shape[1]
-        grad, query, out, key, value = _padded(of_queries, of_keys, block)
+        of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], block: _Block, scale: float
+    ) -> list[Tensor]:
+        *heads, lse_TH = of_queries
+        begin, end = block.num_before, block.num_before + len(lse_TH)
+        grad, query, out, key, value = _padded(heads, of_keys, block)
         behind = query.shape[2] - end
-        lse = nn.functional.pad(lse_HT, (begin, behind)).contiguous().unsqueeze(0)
+        lse = nn.functional.pad(lse_TH.t(), (begin, behind)).contiguous().unsqueeze(0)
         state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, which is 0
         grads = run_backward(
             grad_out=grad, query=query, key=key, value=value, out=out,
@@ -228,18 +228,19 @@ def build(name: str, rest: Kernel) -> Kernel:
         return [dq[begin:end], *(t[: len(of_keys[0])] for t in (dk, dv))]
 
     def attend_long(
-        query: Tensor, key: Tensor, value: Tensor, segment: LongSegment, scale: float
+        of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], segment: LongSegment, scale: float
     ) -> tuple[Tensor, Tensor]:
         found = [
-            attend_block([query, key[b.keys], value[b.keys]], b, scale) for b in _blocks(segment)
+            attend_block([*of_queries, *(t[b.keys] for t in of_keys)], b, scale)
+            for b in _blocks(segment)
         ]
         return found[0] if len(found) == 1 else _merge(*found)
 
     def differentiate_long(
-        of_queries: Sequence[Tensor], lse_HT: Tensor, of_keys: Sequence[Tensor], segment: LongSegment, scale: float
-    ) -> list[Tensor]:  # fmt: skip
+        of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], segment: LongSegment, scale: float
+    ) -> list[Tensor]:
         each = [
-            differentiate_block(of_queries, lse_HT, [t[b.keys] for t in of_keys], b, scale)
+            differentiate_block(of_queries, [t[b.keys] for t in of_keys], b, scale)
             for b in _blocks(segment)
         ]
         if len(each) == 1:
@@ -255,8 +256,8 @@ def build(name: str, rest: Kernel) -> Kernel:
         block = _Block(slice(0, sizes.num_keys), sizes.is_causal, 0)
 
         def run_both() -> None:
-            out, lse = attend_block([query, key, value], block, 1.0)
-            differentiate_block([out, query, out], lse, [key, value], block, 1.0)
+            out, lse_TH = attend_block([query, key, value], block, 1.0)
+            differentiate_block([out, query, out, lse_TH], [key, value], block, 1.0)
             note()
 
         attend_block([query, key, value], block, 1.0)
@@ -296,21 +297,15 @@ def build(name: str, rest: Kernel) -> Kernel:
         ends = planned(ends, scoring, (query, key, value))
         if not ends.long:
             return rest.forward(query, key, value, ends, scoring)
-        rows, key_rows = _rows(ends)
-        apart = [
-            attend_long(query[a:b], key[c:d], value[c:d], segment, scoring.scale)
-            for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
-        ]
-        outs, lses = ([found[i] for found in apart] for i in (0, 1))
-        out, lse = outs[0][:0], lses[0][:, :0]
-        if ends.longest_of_rest:
-            query, key, value = (
-                _without(query, rows),
-                *(_without(t, key_rows) for t in (key, value)),
-            )
-            out, lse = rest.forward(query, key, value, _ends_of_rest(ends), scoring)
+
+        def attend_rest(heads: Sequence[Tensor], of_rest: Ends) -> tuple[Tensor, Tensor]:
+            out, lse_HT = rest.forward(*heads, of_rest, scoring)
+            return out, lse_HT.t()
+
+        run_long = functools.partial(attend_long, scale=scoring.scale)
+        out, lse_TH = _run_apart([query], [key, value], ends, run_long, attend_rest)
         # Kernels of the rest read it by its address, should backward run by them.
-        return _put_back(out, outs, rows), _put_back(lse, lses, rows, dim=1).contiguous()
+        return out, lse_TH.t().contiguous()
 
     def differentiate(
         grad: Tensor,
@@ -325,32 +320,20 @@ def build(name: str, rest: Kernel) -> Kernel:
         ends = planned(ends, scoring, (query, key, value))
         if not ends.long:
             return rest.backward(grad, query, key, value, out, lse, ends, scoring)
-        rows, key_rows = _rows(ends)
-        of_queries, of_keys = (grad, query, out), (key, value)
-        apart = [
-            differentiate_long(
-                [t[a:b] for t in of_queries],
-                lse[:, a:b],
-                [t[c:d] for t in of_keys],
-                segment,
-                scoring.scale,
-            )
-            for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
-        ]
-        found: Sequence[Tensor] = [t[:0] for t in apart[0]]
-        if ends.longest_of_rest:
-            grad, query, out = (_without(t, rows) for t in of_queries)
-            key, value = (_without(t, key_rows) for t in of_keys)
-            lse = _without(lse.t(), rows).t().contiguous()
-            found = rest.backward(grad, query, key, value, out, lse, _ends_of_rest(ends), scoring)
-        places = rows, key_rows, key_rows
-        dq, dk, dv = (
-            _put_back(t, [grads[i] for grads in apart], places[i]) for i, t in enumerate(found)
+
+        def differentiate_rest(given: Sequence[Tensor], of_rest: Ends) -> Sequence[Tensor]:
+            grad, query, out, lse_TH, *of_keys = given
+            lse = lse_TH.t().contiguous()
+            return rest.backward(grad, query, *of_keys, out, lse, of_rest, scoring)
+
+        run_long = functools.partial(differentiate_long, scale=scoring.scale)
+        dq, dk, dv = _run_apart(
+            [grad, query, out, lse.t()], [key, value], ends, run_long, differentiate_rest
         )
         return dq, dk, dv
 
     return Kernel(
-        name=name,
+        name="cudnn",
         package=f"{version}, cuDNN {torch.backends.cudnn.version()}",
         forward=attend,
         backward=differentiate,
@@ -403,15 +386,36 @@ def _dense(heads_THD: Tensor, before: int, behind: int) -> Tensor:
 
 def _merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys of both blocks."""
-    total_HT = torch.logaddexp(one[1], other[1])
-    shares = [(lse - total_HT).exp().t().unsqueeze(-1) for _, lse in (one, other)]
+    total_TH = torch.logaddexp(one[1], other[1])
+    shares = [(lse_TH - total_TH).exp().unsqueeze(-1) for _, lse_TH in (one, other)]
     merged = (one[0] * shares[0]).addcmul_(other[0], shares[1])  # in the type of the sums
-    return merged.to(one[0].dtype), total_HT
+    return merged.to(one[0].dtype), total_TH
 
 
-def _rows(ends: Ends) -> tuple[Rows, Rows]:
-    """Ranges of queries and of keys in long segments."""
-    return [(s.begin, s.end) for s in ends.long], [(s.first, s.last) for s in ends.long]
+def _run_apart(
+    of_queries: Sequence[Tensor],
+    of_keys: Sequence[Tensor],
+    ends: Ends,
+    run_long: Callable[[Sequence[Tensor], Sequence[Tensor], LongSegment], Sequence[Tensor]],
+    run_rest: Callable[[Sequence[Tensor], Ends], Sequence[Tensor]],
+) -> list[Tensor]:
+    """Results of `run_long`, which gets the rows of one long segment, and of `run_rest`, which gets
+    all others, in their places.
+    """
+    rows = [(s.begin, s.end) for s in ends.long]
+    key_rows = [(s.first, s.last) for s in ends.long]
+    apart = [
+        run_long([t[a:b] for t in of_queries], [t[c:d] for t in of_keys], segment)
+        for (a, b), (c, d), segment in zip(rows, key_rows, ends.long, strict=True)
+    ]
+    found: Sequence[Tensor] = [t[:0] for t in apart[0]]
+    if ends.longest_of_rest:
+        others = [_without(t, rows) for t in of_queries], [_without(t, key_rows) for t in of_keys]
+        found = run_rest([*others[0], *others[1]], _ends_of_rest(ends))
+    # Two of queries, or one of queries and two of keys
+    places = [rows, rows] if len(found) == 2 else [rows, key_rows, key_rows]
+    each = zip(found, zip(*apart, strict=True), places, strict=True)
+    return [_put_back(t, own, of_rows) for t, own, of_rows in each]
 
 
 def _without(tensor: Tensor, ranges: Rows) -> Tensor:
@@ -421,17 +425,17 @@ def _without(tensor: Tensor, ranges: Rows) -> Tensor:
     return _join([tensor[a:b] for a, b in pairs if b > a])
 
 
-def _put_back(rest: Tensor, apart: Sequence[Tensor], ranges: Rows, dim: int = 0) -> Tensor:
-    """Insert `apart`, which `_without` left out of dimension `dim`, into `rest` again."""
+def _put_back(rest: Tensor, apart: Sequence[Tensor], ranges: Rows) -> Tensor:
+    """Insert rows `apart`, which `_without` left out, into `rest` again."""
     edges = [0, *itertools.chain.from_iterable(ranges)]
     gaps = [b - a for a, b in zip(edges[::2], edges[1::2])]
-    others = rest.split([*gaps, rest.shape[dim] - sum(gaps)], dim)
+    others = rest.split([*gaps, len(rest) - sum(gaps)])
     parts = itertools.chain.from_iterable(itertools.zip_longest(others, apart))
-    return _join([part for part in parts if part is not None and part.shape[dim]], dim)
+    return _join([part for part in parts if part is not None and len(part)])
 
 
-def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _ends_of_rest(ends: Ends) -> Ends:

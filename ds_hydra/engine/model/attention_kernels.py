@@ -5,23 +5,20 @@ Legend: as in `attention_contract`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ds_hydra.engine.model import attention_cudnn
 from ds_hydra.engine.model.attention_contract import (
-    Backward,
     Ends,
-    Forward,
     Kernel,
     MissingKernelError,
     Named,
@@ -30,10 +27,69 @@ from ds_hydra.engine.model.attention_contract import (
 )
 from ds_hydra.engine.ranks.process import in_one_order
 
-_OF_ALL = (
+_FORWARD = (
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
-    "causal|is_causal", "softcap",
+    "causal|is_causal", "softcap", "window_size|window_size_left",
 )  # fmt: skip
+_BACKWARD = (*_FORWARD, "dout", "out", "softmax_lse|lse", "dq", "deterministic")
+"""Parameters that functions of all generations have, by one of their names."""
+
+
+def _takes_of_4(query_width: int, value_width: int, generation: int | None) -> bool:
+    if generation in (None, 9):
+        return max(query_width, value_width) <= 256
+    widths = (query_width, value_width)
+    return max(widths) <= 128 or widths in ((192, 128), (256, 256))
+
+
+class _Flash(NamedTuple):
+    """A generation of flash attention: where it comes from, and in what its functions differ."""
+
+    module: str
+    """Module of the package that has the functions."""
+    distribution: str
+    """Package that is installed for it."""
+    repository: str
+    """Repository of the hub that has both passes."""
+    functions: tuple[str, str]
+    properties: Mapping[str, Any]
+    """Properties of the `Kernel`."""
+    more: Mapping[str, Any] = {}
+    """Arguments of forward beside those that all have."""
+    unlimited: int | None = -1
+    """Its word for no window."""
+    fills_gradients: bool = True
+    """Whether backward fills the gradients that it is given; else it returns new ones."""
+
+
+_FLASH = {
+    "flash_attention_2": _Flash(
+        "flash_attn.flash_attn_interface",
+        "flash-attn",
+        "kernels-community/flash-attn2",
+        ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+        {"copies_when_ordered": True},
+    ),
+    "flash_attention_3": _Flash(
+        "flash_attn_interface",
+        "flash-attn-3",
+        "kernels-community/flash-attn3",
+        ("_flash_attn_forward", "_flash_attn_backward"),
+        {"generations": (8, 9), "most_ordered_width": 192},
+        more={"num_splits": 1},
+    ),
+    "flash_attention_4": _Flash(
+        "flash_attn.cute.interface",
+        "flash-attn-4",
+        "kernels-community/flash-attn4",
+        ("_flash_attn_fwd", "_flash_attn_bwd"),
+        # On 10.x it takes 192/128, and not 192/192: values must not be padded to queries.
+        {"generations": (9, 10, 11, 12), "takes_widths": _takes_of_4, "pads_values": False},
+        more={"return_lse": True},
+        unlimited=None,
+        fills_gradients=False,
+    ),
+}
 
 
 def _given(
@@ -55,30 +111,29 @@ def _given(
     }  # fmt: skip
 
 
-def _adapt(
-    forward: Named,
-    backward: Named,
-    *,
-    fills_gradients: bool = True,
-    unlimited: int | None = -1,
-    **more: Any,
-) -> tuple[Forward, Backward]:
-    """`forward`, which gets `more`, and `backward` of flash-attn, which fills the gradients that it
-    is given, or returns new ones; `unlimited` is their word for no window.
+def _flash(flash: _Flash, module: ModuleType, name: str, package: str) -> Kernel:
+    """Kernel `name` by the functions of `module`, or of the submodule in which packages of the hub
+    have them.
     """
+    inner = (module, *(getattr(module, n, None) for n in ("flash_attn_interface", "interface")))
+    found = (h for h in inner if all(hasattr(h, function) for function in flash.functions))
+    if (holder := next(found, None)) is None:
+        raise MissingKernelError(f"{module.__name__} has no {' and '.join(flash.functions)}")
+    forward, backward = (getattr(holder, function) for function in flash.functions)
+    run_forward, run_backward = Named(forward, *_FORWARD, *flash.more), Named(backward, *_BACKWARD)
 
     def attend(*inputs: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = forward(**_given(*inputs, unlimited=unlimited), **more)
+        out, lse, *_ = run_forward(**_given(*inputs, unlimited=flash.unlimited), **flash.more)
         return out, lse
 
     def differentiate(
         grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         heads = query, key, value
-        names = ("dq", "dk", "dv") if fills_gradients else ()
+        names = ("dq", "dk", "dv") if flash.fills_gradients else ()
         filled = dict(zip(names, map(torch.empty_like, heads)))
-        returned = backward(
-            **_given(*heads, *rest, unlimited=unlimited),
+        returned = run_backward(
+            **_given(*heads, *rest, unlimited=flash.unlimited),
             **filled,
             dout=grad,
             out=out,
@@ -89,76 +144,12 @@ def _adapt(
         dq, dk, dv = filled.values() if filled else returned[:3]
         return dq, dk, dv
 
-    return attend, differentiate
-
-
-def _up_to_256(query_width: int, value_width: int, _generation: int | None) -> bool:
-    return max(query_width, value_width) <= 256
-
-
-def _of_flash_4(query_width: int, value_width: int, generation: int | None) -> bool:
-    if generation in (None, 9):
-        return max(query_width, value_width) <= 256
-    widths = (query_width, value_width)
-    return max(widths) <= 128 or widths in ((192, 128), (256, 256))
-
-
-def _named_2_and_3(forward: Any, backward: Any) -> tuple[Named, Named]:
-    """Functions of flash-attn 2 or 3."""
-    both = (*_OF_ALL, "window_size|window_size_left")
-    of_backward = ("dout", "out", "softmax_lse", "dq", "deterministic")
-    return Named(forward, *both), Named(backward, *both, *of_backward)
-
-
-def _flash_2(module: ModuleType, name: str, package: str) -> Kernel:
-    functions = _functions(module, "_flash_attn_varlen_forward", "_flash_attn_varlen_backward")
-    forward, backward = _adapt(*_named_2_and_3(*functions))
     return Kernel(
-        name=name,
-        package=package,
-        forward=forward,
-        backward=backward,
-        takes_widths=_up_to_256,
-        copies_when_ordered=True,
+        name=name, package=package, forward=attend, backward=differentiate, **flash.properties
     )
 
 
-def _flash_3(module: ModuleType, name: str, package: str) -> Kernel:
-    functions = _functions(module, "_flash_attn_forward", "_flash_attn_backward")
-    forward, backward = _adapt(*_named_2_and_3(*functions), num_splits=1)
-    return Kernel(
-        name=name,
-        package=package,
-        forward=forward,
-        backward=backward,
-        generations=(8, 9),
-        takes_widths=_up_to_256,
-        most_ordered_width=192,
-    )
-
-
-def _flash_4(module: ModuleType, name: str, package: str) -> Kernel:
-    functions = _functions(module, "_flash_attn_fwd", "_flash_attn_bwd")
-    forward, backward = _adapt(
-        Named(functions[0], *_OF_ALL, "window_size_left", "return_lse"),
-        Named(functions[1], *_OF_ALL, "window_size_left", "deterministic", "dout", "lse"),
-        fills_gradients=False,
-        unlimited=None,
-        return_lse=True,
-    )
-    return Kernel(
-        name=name,
-        package=package,
-        forward=forward,
-        backward=backward,
-        generations=(9, 10, 11, 12),
-        takes_widths=_of_flash_4,
-        # On 10.x it takes 192/128, and not 192/192: values must not be padded to queries.
-        pads_values=False,
-    )
-
-
-def _varlen(name: str) -> Kernel:
+def _varlen() -> Kernel:
     """torch's own, flash attention 2, or what the user's script has activated in its place."""
     forward, backward = (
         getattr(torch.ops.aten, f"_flash_attention_{way}", None) for way in ("forward", "backward")
@@ -195,27 +186,13 @@ def _varlen(name: str) -> Kernel:
         return grads
 
     return Kernel(
-        name=name,
+        name="varlen",
         package=f"torch {torch.__version__}",
         forward=attend,
         backward=differentiate,
         takes_softcap=False,
-        takes_widths=_up_to_256,
         copies_when_ordered=True,
     )
-
-
-def _cudnn(name: str) -> Kernel:
-    return attention_cudnn.build(name, _varlen(name))
-
-
-def _functions(module: ModuleType, *names: str) -> list[Any]:
-    """Functions `names` of `module`, or of the submodule in which packages of the hub have them."""
-    inner = (module, *(getattr(module, n, None) for n in ("flash_attn_interface", "interface")))
-    for holder in inner:
-        if all(hasattr(holder, name) for name in names):
-            return [getattr(holder, name) for name in names]
-    raise MissingKernelError(f"{module.__name__} has no {names[0]} and {names[1]}")
 
 
 def import_module(module: str, distribution: str) -> ModuleType:
@@ -239,21 +216,6 @@ def _version(distribution: str, module: ModuleType) -> str:
         return str(getattr(module, "__version__", "of unknown version"))
 
 
-_PACKAGES = {
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-    "flash_attention_4": ("flash_attn.cute.interface", "flash-attn-4"),
-    "flash_attention_2": ("flash_attn.flash_attn_interface", "flash-attn"),
-}
-"""Modules that have the functions, and the packages that are installed for them."""
-_BUILDERS = {"2": _flash_2, "3": _flash_3, "4": _flash_4}
-_HUB = {
-    "flash_attention_3": "kernels-community/flash-attn3",
-    "flash_attention_4": "kernels-community/flash-attn4",
-    "flash_attention_2": "kernels-community/flash-attn2",
-}
-"""Repositories of the hub that have kernels with both passes."""
-
-
 def _of_hub(name: str) -> Kernel:
     """Kernel `name`, "owner/repository" with "@revision" where wanted; the `kernels` package
     downloads it unless it has.
@@ -261,8 +223,9 @@ def _of_hub(name: str) -> Kernel:
     if "/" not in name:
         raise MissingKernelError("it is not for packed micro-batches")
     repository, _, revision = name.partition("@")
-    build = next((b for n, b in _BUILDERS.items() if repository.rstrip("/").endswith(n)), None)
-    if build is None:
+    last = repository.rstrip("/")[-1:]
+    flash = next((f for f in _FLASH.values() if f.repository[-1] == last), None)
+    if flash is None:
         raise MissingKernelError(f"{repository} is no flash-attn2, flash-attn3 or flash-attn4")
     try:
         from transformers.integrations import hub_kernels
@@ -271,7 +234,7 @@ def _of_hub(name: str) -> Kernel:
         module = hub_kernels.get_kernel(repository, revision=revision or None, version=version)
     except Exception as error:  # of the network, the hub, the device, or there is no such package
         raise MissingKernelError(f"{name} cannot be loaded: {first_line(error)}") from error
-    return build(module, name, f"{name} of the Hugging Face hub")
+    return _flash(flash, module, name, f"{name} of the Hugging Face hub")
 
 
 def _has_downloaded(repository: str) -> bool:
@@ -286,30 +249,31 @@ def _has_downloaded(repository: str) -> bool:
     return any(folder.glob(f"*--{repository.replace('/', '--')}"))
 
 
-def _flash(name: str) -> Kernel:
+def _of_package(name: str) -> Kernel:
     """Flash attention of a generation: its package, else its download."""
-    path, distribution = _PACKAGES[name]
+    flash = _FLASH[name]
     try:
-        module = import_module(path, distribution)
-        package = f"{distribution} {_version(distribution, module)}"
-        return _BUILDERS[name[-1]](module, name, package)
+        module = import_module(flash.module, flash.distribution)
+        package = f"{flash.distribution} {_version(flash.distribution, module)}"
+        return _flash(flash, module, name, package)
     except MissingKernelError as missing:
-        if not _has_downloaded(_HUB[name]):
+        if not _has_downloaded(flash.repository):
             raise
         try:
-            return _of_hub(_HUB[name])
+            return _of_hub(flash.repository)
         except MissingKernelError as error:
             raise MissingKernelError(f"{missing}; {error}") from error
 
 
-_LOADERS: dict[str, Callable[[], Kernel]] = {
-    "flash_attention_3": functools.partial(_flash, "flash_attention_3"),
-    "flash_attention_4": functools.partial(_flash, "flash_attention_4"),
-    "cudnn": functools.partial(_cudnn, "cudnn"),
-    "flash_attention_2": functools.partial(_flash, "flash_attention_2"),
-    "varlen": functools.partial(_varlen, "varlen"),
-}
-KERNELS = tuple(_LOADERS)
+def _load(name: str) -> Kernel:
+    if name == "varlen":
+        return _varlen()
+    if name == "cudnn":
+        return attention_cudnn.build(_varlen())
+    return _of_package(name) if name in _FLASH else _of_hub(name)
+
+
+KERNELS = ("flash_attention_3", "flash_attention_4", "cudnn", "flash_attention_2", "varlen")
 """The fastest first, as far as is known; each runs where its generation of devices is."""
 PER_SEQUENCE = "per_sequence"
 """Name for no kernel: one call of torch's attention for each sequence."""
@@ -324,8 +288,7 @@ def load_kernel(name: str, *, anew: bool = False) -> Kernel:
     """
     if anew or name not in _loaded:
         try:
-            load = _LOADERS.get(name) or functools.partial(_of_hub, name)
-            _loaded[name] = load()
+            _loaded[name] = _load(name)
         except MissingKernelError as error:
             _loaded[name] = str(error)
     found = _loaded[name]

@@ -271,8 +271,6 @@ def _run_operator(*inputs: Any) -> Tensor:
 _QUERY_BLOCK = 1024
 """Queries whose scores are worked on together."""
 
-_FUSED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
 
 def attention_per_sequence(
     query_BHTD: Tensor,
@@ -316,10 +314,6 @@ def attention_per_sequence(
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     if query.shape[2] == key.shape[2]:
         return _fused(query, key, value, scale, is_causal=True)
-    is_fused = query.device.type == "cpu" and query.dtype in _FUSED_DTYPES
-    if is_fused and query.shape[-1] == value.shape[-1]:
-        out: Tensor = _AfterOthers.apply(query, key, value, scale)
-        return out
     return _masked(query, key, value, scale, None, _QUERY_BLOCK)
 
 
@@ -334,55 +328,6 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: A
         node.register_prehook(lambda _: order.enter_context(in_one_order()))
         node.register_hook(lambda *_: order.close())
     return out
-
-
-class _AfterOthers(torch.autograd.Function):
-    """Causal attention on a CPU of queries that are the last of their keys, without a mask.
-
-    The kernel runs twice, over the keys before all queries, and over the square of queries and
-    their own keys; both softmaxes have one denominator, which backward takes for each of them (as
-    in ring attention, Liu et al. 2023).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        num_before = key.shape[2] - query.shape[2]
-        parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                query, k, v, 0.0, is_causal, scale=scale
-            )
-            for k, v, is_causal in _before_and_own(key, value, num_before)
-        ]
-        total = torch.logaddexp(parts[0][1], parts[1][1])
-        # Each part is normalised by its own keys: its share of the whole denominator weighs it.
-        weights = [(logs - total).exp().unsqueeze(-1).to(query.dtype) for _, logs in parts]
-        out: Tensor = sum(weight * part[0] for weight, part in zip(weights, parts, strict=True))
-        ctx.save_for_backward(query, key, value, out, total)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, total = ctx.saved_tensors
-        num_before = key.shape[2] - query.shape[2]
-        grads = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, query, k, v, out, total, 0.0, is_causal, scale=ctx.scale
-            )
-            for k, v, is_causal in _before_and_own(key, value, num_before)
-        ]
-        grad_key, grad_value = (torch.cat([part[i] for part in grads], dim=2) for i in (1, 2))
-        return grads[0][0] + grads[1][0], grad_key, grad_value, None
-
-
-def _before_and_own(
-    key: Tensor, value: Tensor, num_before: int
-) -> list[tuple[Tensor, Tensor, bool]]:
-    """Keys and values that all queries see, then those of the queries; whether they are causal."""
-    return [
-        (key[:, :, :num_before], value[:, :, :num_before], False),
-        (key[:, :, num_before:], value[:, :, num_before:], True),
-    ]
 
 
 def _masked(

@@ -4,29 +4,23 @@
 `new_group` is collective over all ranks, members or not, and must be called in the same order
 everywhere. Every rank therefore asks the pool for the groups of a whole strategy, which it creates
 in sorted order.
-
-Under NCCL each group is a split of all ranks, one after another. Where there are many, those of a
-purpose that share no rank are made by one split (`torch.distributed.split_group`). Few are made one
-by one: that is what a GPU has run. Where a split fails on one rank, all make their groups one by
-one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from ds_hydra.engine.ranks.agreement import find_timeout, gather_by_hosts
+from ds_hydra.engine.ranks.agreement import find_timeout
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
@@ -60,32 +54,6 @@ and `ep`, for which computation waits, have what NCCL chooses. NCCL_MAX_CTAS in 
 stands above it."""
 
 
-_FEW_GROUPS = 64
-"""Most groups that are made one by one: as many as the strategies of one node have."""
-
-
-def disjoint_rounds(keys: Iterable[GroupKey]) -> list[list[GroupKey]]:
-    """`keys` in their order, each in the first list of its purpose in which no group has a rank of
-    it.
-
-    >>> disjoint_rounds([("tp", range(2)), ("tp", range(4)), ("tp", range(2, 4))])
-    [[('tp', range(0, 2)), ('tp', range(2, 4))], [('tp', range(0, 4))]]
-    """
-    rounds: list[list[GroupKey]] = []
-    taken: list[set[int]] = []
-    for purpose, ranks in keys:
-        for own, used in zip(rounds, taken, strict=True):
-            if own[0][0] == purpose and used.isdisjoint(ranks):
-                break
-        else:
-            own, used = [], set()
-            rounds.append(own)
-            taken.append(used)
-        own.append((purpose, ranks))
-        used.update(ranks)
-    return rounds
-
-
 def _is_nccl(device: torch.device) -> bool:
     """Whether NCCL carries what ranks exchange on `device`, whatever the start called the backend:
     nothing, "nccl", or "cpu:gloo,cuda:nccl".
@@ -95,19 +63,6 @@ def _is_nccl(device: torch.device) -> bool:
     except RuntimeError:  # a group that is registered under no type of device
         return False
     return backend.name() == "nccl"
-
-
-def _can_split(device: torch.device) -> bool:
-    """Whether torch can split the group of all ranks, as it is, on `device`; the same on all
-    ranks.
-    """
-    if not _is_nccl(device):  # a split has all backends, and Gloo's may wait for ever
-        return False
-    accelerator = torch.accelerator.current_accelerator()
-    world = c10d._get_default_group()
-    if accelerator is None or accelerator.type != device.type or not world.bound_device_id:
-        return False
-    return bool(getattr(world._get_backend(device), "supports_splitting", False))
 
 
 def describe_groups(keys: Iterable[GroupKey], rank: int, is_nccl: bool) -> str:
@@ -265,46 +220,19 @@ class GroupPool:
         if self._max_groups is not None:
             check_num_groups(total, self._max_groups)
             check_groups_of_rank([*self._groups, *new])
-        begin, rank = time.perf_counter(), dist.get_rank()
+        begin, rank, timeout = time.perf_counter(), dist.get_rank(), find_timeout(self._device)
         with _naming_multicast(total):
-            self._groups |= self._make(new)
+            for purpose, ranks in new:
+                options = _communicator_options(purpose, timeout, self._device)
+                group = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
+                # Ranks outside a group have nothing to communicate with.
+                self._groups[purpose, ranks] = group if rank in ranks else None
             for purpose, ranks in keys:
                 if rank in ranks:
                     _use_first(purpose, self.get(purpose, ranks), self._device)
         self._keys |= dict.fromkeys(keys)
-        if len(new) > _FEW_GROUPS and rank == 0:
-            seconds = time.perf_counter() - begin
+        if (seconds := time.perf_counter() - begin) > 1 and rank == 0:
             logger.info("%d process groups were made in %.1f s", len(new), seconds)
-
-    def _make(self, new: list[GroupKey]) -> dict[GroupKey, dist.ProcessGroup | None]:
-        """Communicators `new`; None where this rank is not in them."""
-        timeout = find_timeout(self._device)
-
-        def take(own: list[GroupKey], make: Callable[..., Any], of: Any) -> None:
-            options = _communicator_options(own[0][0], timeout, self._device)
-            group = make(of, timeout=timeout, pg_options=options)
-            # Ranks outside a group have nothing to communicate with.
-            made.update({key: group if dist.get_rank() in key[1] else None for key in own})
-
-        made: dict[GroupKey, dist.ProcessGroup | None] = {}
-        # The same answer on all ranks: a split and `new_group` are different collectives.
-        if len(new) > _FEW_GROUPS and _can_split(self._device):
-            split = functools.partial(dist.split_group, None)
-            for own in disjoint_rounds(new):
-                has_failed = False
-                try:
-                    take(own, split, [list(ranks) for _, ranks in own])
-                except (RuntimeError, ValueError, TypeError) as error:  # NCCL's, torch's
-                    logger.warning("torch splits no groups here (%.300s): made one by one", error)
-                    has_failed = True
-                if gather_by_hosts(torch.tensor([has_failed]).long(), self._device).any():
-                    break
-            else:
-                return made
-            _destroy(made.values())
-        for key in new:
-            take([key], dist.new_group, list(key[1]))
-        return made
 
     def get(self, purpose: str, ranks: range) -> dist.ProcessGroup:
         """The group of `ranks` for `purpose`; this rank must be a member."""
@@ -314,12 +242,8 @@ class GroupPool:
 
     def destroy(self) -> None:
         """Destroy all groups (releases their threads and descriptors)."""
-        _destroy(self._groups.values())
+        for group in self._groups.values():
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
         self._groups.clear()
         self._keys.clear()
-
-
-def _destroy(groups: Iterable[dist.ProcessGroup | None]) -> None:
-    for group in groups:
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)

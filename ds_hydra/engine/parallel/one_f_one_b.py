@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -27,16 +26,9 @@ _PASSES_AHEAD = 4
 """Passes of a stage that are launched and not over at most: two micro-batches."""
 
 
-class Pass(str, Enum):
-    """A pass of a stage over a micro-batch."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
 def one_forward_one_backward(
     num_stages: int, stage: int, num_micro_batches: int
-) -> Iterator[tuple[Pass, int]]:
+) -> Iterator[tuple[EventKind, int]]:
     """Passes of `stage` in 1F1B order (PipeDream-Flush): warm-up forwards, alternation, drain.
 
     >>> [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(2, 0, 3)]
@@ -44,12 +36,12 @@ def one_forward_one_backward(
     """
     num_warmup = min(num_stages - 1 - stage, num_micro_batches)
     for index in range(num_warmup):
-        yield Pass.FORWARD, index
+        yield EventKind.FORWARD, index
     for index in range(num_micro_batches - num_warmup):
-        yield Pass.FORWARD, num_warmup + index
-        yield Pass.BACKWARD, index
+        yield EventKind.FORWARD, num_warmup + index
+        yield EventKind.BACKWARD, index
     for index in range(num_micro_batches - num_warmup, num_micro_batches):
-        yield Pass.BACKWARD, index
+        yield EventKind.BACKWARD, index
 
 
 @dataclass(kw_only=True)
@@ -171,16 +163,16 @@ def run_1f1b(
         if number == len(passes):
             return None
         following, index = passes[number]
-        if following is Pass.FORWARD:
+        if following is EventKind.FORWARD:
             return stage.activation_memory(micro_batch_tokens[index])
         return stage.gradient_memory(saved[index][1])
 
     memory = memory_of(0)
     for number, (pass_, index) in enumerate(passes):
         recorder.keep_up(_PASSES_AHEAD)
-        if pass_ is Pass.FORWARD:
+        if pass_ is EventKind.FORWARD:
             received = stage.receive_activation(memory, requires_grad=True)
-            with recorder.span(EventKind.FORWARD, index):
+            with recorder.span(pass_, index):
                 output = forward(index, received)
             saved[index] = (received, output)
             memory = memory_of(number + 1)  # [Note: Memory before a send]
@@ -196,7 +188,7 @@ def run_1f1b(
             if index == len(micro_batch_tokens) - 1:
                 before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
-                with recorder.span(EventKind.BACKWARD, index):
+                with recorder.span(pass_, index):
                     torch.autograd.backward(output, grad)
             memory = memory_of(number + 1)
             if received is not None:

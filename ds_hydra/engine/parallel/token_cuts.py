@@ -352,7 +352,7 @@ class KeysOfRow:
 
         def gather_again(_: Tensor) -> None:
             for part in parts:
-                part.gather_again()
+                part.gather()
 
         if parts:
             hidden.register_hook(gather_again)
@@ -415,7 +415,7 @@ class _Part:
 
     def __init__(self, row_tW: Tensor, widths: Sequence[int], keys: KeysOfRow) -> None:
         self.row_tW, self.widths, self.keys = row_tW.detach(), widths, keys
-        self.select = keys.post(self.row_tW, widths)
+        self._arriving: Callable[[], list[Tensor]] | None = keys.post(self.row_tW, widths)
         self._addresses: list[int] = []
         self._again: list[Tensor] = []
         self._late: list[Tensor] = []
@@ -438,7 +438,7 @@ class _Part:
         for one, found in zip(self._late, self.select(), strict=True):
             one.untyped_storage().resize_(found.nbytes)
             one.copy_(found)
-        self.select, self._late = _gone, []
+        self._late = []
 
     @contextmanager
     def left_out(self, selected: Sequence[Tensor]) -> Iterator[None]:
@@ -459,23 +459,23 @@ class _Part:
         if isinstance(packed, Tensor):
             return packed
         if not self._again:
-            if self.select is _gone:  # no hook of a later output has gathered them
-                self.gather_again()
             self._again = self.select()
-            self.select = _gone
         number, *strided = packed
         return self._again[number].as_strided(*strided)
 
-    def gather_again(self) -> None:
-        """Collective over the group."""
-        self.select = self.keys.post(self.row_tW, self.widths)
+    def gather(self) -> None:
+        """Ask for keys and values. Collective over the group."""
+        self._arriving = self.keys.post(self.row_tW, self.widths)
+
+    def select(self) -> list[Tensor]:
+        """Wait for keys and values of this rank's pieces, which are here once."""
+        # Where no hook of a later output has asked for them, they are asked for now
+        arriving = self._arriving or self.keys.post(self.row_tW, self.widths)
+        self._arriving = None
+        return arriving()
 
     def let_go(self) -> None:
         self._again = []
-
-
-def _gone() -> list[Tensor]:
-    raise AssertionError("keys are selected once for each time that they are gathered")
 
 
 class _Select(torch.autograd.Function):
@@ -491,9 +491,7 @@ class _Select(torch.autograd.Function):
         if recomputation.is_late():
             recomputation.settle_late(part.fill)
             return tuple(part.allocate())
-        selected = part.select()
-        part.select = _gone
-        return tuple(selected)
+        return tuple(part.select())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

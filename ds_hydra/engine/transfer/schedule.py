@@ -55,7 +55,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy.profiles.memory_model import GATHER_WINDOW
 
@@ -102,11 +101,11 @@ class Window:
         """The slot of each bucket."""
         return {bucket: position % GATHER_WINDOW for position, bucket in enumerate(self.buckets)}
 
-    def uses(self, passes: Iterable[Pass]) -> list[Use]:
+    def uses(self, passes: Iterable[EventKind]) -> list[Use]:
         """The uses in which `passes` come to the layers, in order.
 
         >>> window = Window(buckets=(1, 2, 3), has_backward=(True,) * 3)
-        >>> [use.position for use in window.uses([Pass.FORWARD, Pass.BACKWARD])]
+        >>> [use.position for use in window.uses([EventKind.FORWARD, EventKind.BACKWARD])]
         [0, 1, 2, 1, 0]
         """
         forward = range(len(self.buckets))
@@ -114,10 +113,10 @@ class Window:
         order = [
             (position, pass_)
             for pass_ in passes
-            for position in (forward if pass_ is Pass.FORWARD else backward)
+            for position in (forward if pass_ is EventKind.FORWARD else backward)
         ]
         return [
-            Use(position, any(pass_ is Pass.BACKWARD for _, pass_ in its_passes))
+            Use(position, any(pass_ is EventKind.BACKWARD for _, pass_ in its_passes))
             for position, its_passes in groupby(order, key=lambda entry: entry[0])
         ]
 
@@ -166,7 +165,7 @@ def plan_transfers(
     >>> show(Window(buckets=(0, 1, 2), has_backward=(True,) * 3), 3, 3, [1])[2:]
     ['pull 2 after 0', 'pull 0 after 2', 'push 2 after 2', 'push 1 after 3', 'push 0 after 4']
     """
-    passes = [Pass.FORWARD, Pass.BACKWARD] if training else [Pass.FORWARD]
+    passes = [EventKind.FORWARD, EventKind.BACKWARD] if training else [EventKind.FORWARD]
     uses = window.uses(passes * sum(num_micro_batches))
     takes_turns = bool(window.buckets)
     end = len(uses) if takes_turns else num_buckets
@@ -182,7 +181,9 @@ def plan_transfers(
         transfers.append(Transfer(EventKind.PUSH, bucket, own if is_early else end))
     before = accumulate(num_micro_batches[:-1], initial=0)
     # A phase begins in the use in which the one before ends where both are of the same layer.
-    begins = [len(window.uses([*passes * n, Pass.FORWARD])) - len(window.buckets) for n in before]
+    begins = [
+        len(window.uses([*passes * n, EventKind.FORWARD])) - len(window.buckets) for n in before
+    ]
     return TransferSchedule(
         transfers=tuple(transfers),
         end=end,
