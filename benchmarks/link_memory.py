@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ds_hydra.engine.strategy_links import StrategyLink, StrategyLinks
 from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
@@ -14,9 +13,6 @@ from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
 from ds_hydra.zero_link.layout import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +44,7 @@ def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
         slice_bytes=_held_numel(specs, link.buckets, slot_of) * itemsize,
         gradient_bytes=sum(gradient_numel(specs, b) for b in kept) * 4 + sum(in_slots) * itemsize,
         exchange_bytes=_exchange_bytes(links, link),
-        relayed_bytes=max(link.pull.relayed_elements * itemsize, link.push.relayed_elements * 4),
+        relayed_bytes=max(relayed_elements(link.pull) * itemsize, relayed_elements(link.push) * 4),
     )
 
 
@@ -82,6 +78,15 @@ def _exchange_bytes(links: StrategyLinks, link: StrategyLink) -> int:
     return EXCHANGE_BUFFERS * max(
         packed_elements(plan) * size if packs else _buffer_bytes(plan, size) for plan, size in sent
     )
+
+
+def relayed_elements(plan: LinkPlan) -> int:
+    """The most elements of other nodes that are relayed on a rank at once."""
+    held = [0] * len(plan.rounds)
+    for begin, round_ in enumerate(plan.rounds):
+        for at in range(begin, min(round_.relayed_until + 1, len(held))):
+            held[at] += round_.relayed_numel
+    return max(held, default=0)
 
 
 def packed_elements(plan: LinkPlan) -> int:

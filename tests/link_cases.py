@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,6 +133,32 @@ def strategy_buckets(
 def bucket_of(buckets: Sequence[Any], index: int) -> Any:
     """What is of round `index`; nothing where there is no such bucket."""
     return buckets[index] if index < len(buckets) else ()
+
+
+def sent_elements(plan: LinkPlan) -> Counter[int]:
+    """Elements that leave a rank over the wire in a pull, for each rank they go to."""
+    return _per_peer(
+        batch for round_ in plan.rounds for hop in round_.hops for batch in hop.outgoing
+    )
+
+
+def received_elements(plan: LinkPlan) -> Counter[int]:
+    """Elements that arrive over the wire in a pull, for each rank they come from."""
+    return _per_peer(
+        batch for round_ in plan.rounds for hop in round_.hops for batch in hop.incoming
+    )
+
+
+def _per_peer(batches: Iterable[Batch]) -> Counter[int]:
+    counts = Counter[int]()
+    for batch in batches:
+        counts.update(dict.fromkeys(batch.peers, batch.numel))
+    return counts
+
+
+def local_elements(plan: LinkPlan) -> int:
+    """Elements copied inside a rank."""
+    return sum(a.numel for round_ in plan.rounds for hop in round_.hops for a, _ in hop.local)
 
 
 def shards_of(

@@ -62,7 +62,7 @@ class NewMemory(TorchDispatchMode):
 
 def memory_of_exchanges():
     """An exchange holds what the plan states, and soon allocates nothing."""
-    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
+    engine = start_hydra(tiny("llama"), bf16={"enabled": True})
     propagator = engine.hydra.propagator
     links, buffers = propagator.links, propagator.links.buffers
     links.pool = SlicePool(torch.device("cpu"), exact=True)
@@ -101,8 +101,7 @@ def memory_of_exchanges():
 
 def memory_over_iterations():
     """Iterations reuse the memory of those before, with the pool that the CPU gets."""
-    # The same rounds at once every time
-    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}})
+    engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     held, links = [], engine.hydra.propagator.links
     for _ in range(4):
@@ -118,8 +117,7 @@ def memory_over_iterations():
 
 
 def failures():
-    """Errors of the link's thread on all ranks, in a pull and in the push after it, reach the
-    caller.
+    """Errors of the link on all ranks, in a pull and in the push after it, reach the caller.
 
     Without TP and pipelines, where a rank would also wait for its neighbours.
     """

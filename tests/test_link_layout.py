@@ -26,7 +26,7 @@ def spec_and_group(draw):
 
 
 @given(st.lists(spec_and_group(), min_size=1, max_size=3), st.integers(1, 7))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_blocks_of_all_shards_cover_a_slice_exactly_once(cases, num_ranks):
     specs = [spec for spec, _ in cases]
     table = ShardTable(specs, num_ranks)

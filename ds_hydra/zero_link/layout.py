@@ -23,7 +23,6 @@ are fewer blocks than ranks (grouped-query attention) neighbouring ranks hold th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -453,34 +452,9 @@ class LinkPlan:
 
     rank: int
     num_ranks: int
-    ranks_per_node: int | None
     gradients: bool
     digest: int
     rounds: tuple[Round, ...]
-
-    @cached_property
-    def sent_elements(self) -> Counter[int]:
-        """Elements that leave this rank over the wire in a pull, for each rank they go to."""
-        return self._count(hop.outgoing for round_ in self.rounds for hop in round_.hops)
-
-    @cached_property
-    def received_elements(self) -> Counter[int]:
-        """Elements that arrive over the wire in a pull, for each rank they come from."""
-        return self._count(hop.incoming for round_ in self.rounds for hop in round_.hops)
-
-    @cached_property
-    def local_elements(self) -> int:
-        """Elements copied inside this rank."""
-        return sum(a.numel for round_ in self.rounds for hop in round_.hops for a, _ in hop.local)
-
-    @cached_property
-    def relayed_elements(self) -> int:
-        """The most elements of other nodes that are relayed on this rank at once."""
-        held = [0] * len(self.rounds)
-        for begin, round_ in enumerate(self.rounds):
-            for at in range(begin, min(round_.relayed_until + 1, len(held))):
-                held[at] += round_.relayed_numel
-        return max(held, default=0)
 
     @cached_property
     def traffic_balance(self) -> int:
@@ -500,31 +474,6 @@ class LinkPlan:
                             total += sign * _fingerprint(number, step, *pair, *sizes)
         # In the range of int64: ranks send it in such a tensor, and add it up modulo 2^64.
         return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-    def _count(self, groups: Iterable[Iterable[Batch]]) -> Counter[int]:
-        counts = Counter[int]()
-        for batches in groups:
-            for batch in batches:
-                counts.update(dict.fromkeys(batch.peers, batch.numel))
-        return counts
-
-    def __str__(self) -> str:
-        routes = f"nodes of {self.ranks_per_node} ranks" if self.ranks_per_node else "direct routes"
-        names = ("from", "to") if self.gradients else ("to", "from")
-        lines = [
-            f"{'push' if self.gradients else 'pull'} of rank {self.rank} of {self.num_ranks}, {routes}, "
-            f"{len(self.rounds)} rounds, digest {self.digest:016x}; elements",
-            f"{'rank':>6} {names[0]:>14} {names[1]:>14}",
-        ]
-        for peer in sorted({*self.sent_elements, *self.received_elements}):
-            sent, received = self.sent_elements[peer], self.received_elements[peer]
-            lines.append(f"{peer:>6} {sent:>14,} {received:>14,}")
-        sent, received = self.sent_elements.total(), self.received_elements.total()
-        lines.append(f"{'all':>6} {sent:>14,} {received:>14,}")
-        lines.append(
-            f"{self.local_elements:,} copied on this rank, {self.relayed_elements:,} relayed for its node"
-        )
-        return "\n".join(lines)
 
 
 def _fingerprint(*numbers: int) -> int:

@@ -145,7 +145,7 @@ def measured_profile() -> dict[str, Any]:
     engine.destroy()
     return {
         "reserved": profile.memory.reserved_bytes,
-        "outside": len(process_group.calls) * device.COMMUNICATOR_BYTES,
+        "outside": len(process_group.sizes) * device.COMMUNICATOR_BYTES,
         "tokens": sum(tokens),
         "longest": max(tokens),
         "num_micro_batches": len(last.pipelines[0].micro_batches),
