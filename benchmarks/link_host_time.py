@@ -49,16 +49,6 @@ def run_push(link: Link, plan: LinkPlan, grads: list[list[Tensor]], grads_P: lis
         link.begin_push(plan, index, own, grads_P)()
 
 
-def count_messages(plan: LinkPlan) -> int:
-    """What rank 0 sends and receives."""
-    return sum(
-        len(batch.messages) * len(batch.peers)
-        for round_ in plan.rounds
-        for hop in round_.hops
-        for batch in (*hop.outgoing, *hop.incoming)
-    )
-
-
 def count_phases(plan: LinkPlan) -> int:
     return sum(len(round_.hops) for round_ in plan.rounds)
 
@@ -90,7 +80,7 @@ def main() -> None:
 
     shard_numels = [spec.shard_numel(num_ranks) for spec in model.specs]
     shards_P, grads_P = empty(shard_numels, torch.bfloat16), empty(shard_numels, torch.float32)
-    print("host ms of rank 0: pull and push by messages, pull and push packed")
+    print("host ms of rank 0: pull, push")
     for text in arguments.strategies:
         rank_buckets = model.strategy_buckets(Strategy.parse(text), num_ranks)
         pull = plan_link(model.specs, rank_buckets, 0, ranks_per_node=node)
@@ -98,19 +88,17 @@ def main() -> None:
         numels = [[ref.region.numel for ref in bucket] for bucket in rank_buckets[0]]
         slices_S = [empty(bucket, torch.bfloat16) for bucket in numels]
         grads_S = [empty(bucket, torch.float32) for bucket in numels]
-        times = []
-        for packs in (False, True):
-            link = Link(None, META, packs=packs)
-            arguments_of = (
+        link = Link(None, META)
+        times = [
+            host_ms(functools.partial(run, link, *given), arguments.repeats)
+            for run, *given in (
                 (run_pull, pull, shards_P, slices_S),
                 (run_push, push, grads_S, grads_P),
             )
-            for run, *given in arguments_of:
-                times.append(host_ms(functools.partial(run, link, *given), arguments.repeats))
+        ]
         print(
-            f"{text:>32} {times[0]:8.0f} {times[1]:8.0f} {times[2]:8.1f} {times[3]:8.1f}"
-            f"   {count_messages(pull):,} and {count_messages(push):,} messages in place of "
-            f"{count_phases(pull)} and {count_phases(push)} all-to-alls",
+            f"{text:>32} {times[0]:8.1f} {times[1]:8.1f}"
+            f"   {count_phases(pull)} and {count_phases(push)} all-to-alls",
             flush=True,
         )
 

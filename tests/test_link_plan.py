@@ -10,35 +10,22 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_cases import (
-    World,
     crop,
     crop_of,
     decoder_specs,
-    local_elements,
     random_link,
-    received_elements,
     sent_elements,
     strategy_buckets,
 )
 
 from benchmarks.link_memory import relayed_elements
 from ds_hydra.strategy import Strategy
-from ds_hydra.zero_link import BucketEntry, ParamSpec, Region, Slicing, plan_link
+from ds_hydra.zero_link import Region, plan_link
 from ds_hydra.zero_link.plan import cut_cells
 
 
 def plans_of(specs, rank_buckets, **options):
     return [plan_link(specs, rank_buckets, rank, **options) for rank in range(len(rank_buckets))]
-
-
-def fill_shards(world):
-    """Every element its own number: 1000 x parameter + flat index; padding stays 0."""
-    for param, spec in enumerate(world.specs):
-        flat = np.arange(spec.numel, dtype=float) + 1000 * param
-        size = spec.shard_numel(world.num_ranks)
-        for rank in range(world.num_ranks):
-            part = flat[rank * size : (rank + 1) * size]
-            world.shards[rank][param][: len(part)] = part
 
 
 def least_elements_across_nodes(specs, rank_buckets, ranks_per_node, gradients):
@@ -70,54 +57,6 @@ def elements_across_nodes(plans, ranks_per_node):
 ROUTES = st.fixed_dictionaries(
     {"ranks_per_node": st.sampled_from([None, 1, 2, 3, 4]), "independent_rounds": st.booleans()}
 )
-
-
-@given(random_link(), ROUTES)
-@settings(max_examples=50, deadline=None)
-def test_a_pull_gives_every_rank_its_slices(link, routes):
-    specs, _, rank_buckets = link
-    plans = plans_of(specs, rank_buckets, **routes)
-    world = World(specs, rank_buckets)
-    fill_shards(world)
-    crossed = world.run(plans, push=False)
-    for rank, buckets in enumerate(rank_buckets):
-        for bucket, got in zip(buckets, world.slices[rank], strict=True):
-            for ref, slice_ in zip(bucket, got, strict=True):
-                full = np.arange(specs[ref.param].numel, dtype=float) + 1000 * ref.param
-                np.testing.assert_array_equal(
-                    slice_, crop(specs[ref.param], full, ref.region).ravel()
-                )
-    assert sum(sent_elements(p).total() for p in plans) == crossed
-    assert sum(received_elements(p).total() for p in plans) == crossed
-    if routes["ranks_per_node"] is None:
-        wanted = sum(
-            ref.region.numel for buckets in rank_buckets for bucket in buckets for ref in bucket
-        )
-        assert crossed + sum(map(local_elements, plans)) == wanted
-
-
-@given(random_link(), ROUTES)
-@settings(max_examples=50, deadline=None)
-def test_a_push_of_ones_counts_the_contributors(link, routes):
-    specs, _, rank_buckets = link
-    plans = plans_of(specs, rank_buckets, gradients=True, **routes)
-    world = World(specs, rank_buckets)
-    for rank_slices in world.slices:
-        for bucket in rank_slices:
-            for slice_ in bucket:
-                slice_.fill(1.0)
-    world.run(plans, push=True)
-    for param, spec in enumerate(specs):
-        wanted = np.zeros(spec.shard_numel(world.num_ranks) * world.num_ranks)
-        for buckets in rank_buckets:
-            for bucket in buckets:
-                for ref in bucket:
-                    if ref.param == param and ref.pushes_gradient:
-                        crop(spec, wanted[: spec.numel], ref.region)[...] += 1
-        got = np.concatenate([world.shards[rank][param] for rank in range(world.num_ranks)])
-        np.testing.assert_array_equal(got, wanted, err_msg=spec.fqn)
-        if not spec.requires_grad:
-            assert not got.any()
 
 
 @given(random_link(), st.integers(1, 5), st.booleans())
@@ -200,26 +139,6 @@ def test_a_rank_whose_part_differs_unbalances_the_traffic():
     smaller = [*rank_buckets[:3], tuple(bucket[:-1] for bucket in rank_buckets[3])]
     plans[3] = plan_link(specs, smaller, 3)
     assert sum(plan.traffic_balance for plan in plans) % (1 << 64) != 0
-
-
-def test_pushed_elements_leave_out_replicas_with_complete_gradients():
-    specs = [
-        ParamSpec(fqn="norm", shape=(8,)),
-        ParamSpec(fqn="q_norm", shape=(8,), slicing=Slicing.REPLICATED_PARTIAL_GRAD),
-        ParamSpec(fqn="frozen", shape=(8,), requires_grad=False),
-    ]
-    buckets = tuple(
-        (
-            tuple(
-                BucketEntry(p, s.slice_region(2, t), s.pushes_gradient(t))
-                for p, s in enumerate(specs)
-            ),
-        )
-        for t in range(2)
-    )
-    plans = plans_of(specs, buckets, gradients=True)
-    pushed = [received_elements(plan).total() + local_elements(plan) for plan in plans]
-    assert pushed == [16, 8]  # rank 0: norm and q_norm, rank 1: q_norm only
 
 
 @given(

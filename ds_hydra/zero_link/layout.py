@@ -1,5 +1,5 @@
 """Regions of parameters that each rank holds, in the two layouts that a link connects. Their
-transfers are values: blocks, messages, rounds, and the plan of one rank.
+transfers are values: blocks, batches, rounds, and the plan of one rank.
 
 [Note: Two layouts]
 A parameter is seen as a row-major matrix [rows, cols]; a vector of n elements is [n, 1].
@@ -324,11 +324,6 @@ class ShardTable:
 ALIGNMENT_BYTES = 64
 """Packed buffers begin at multiples of it."""
 
-SINGLE_NUMEL = 1 << 15
-"""Blocks of this many elements travel alone, without a copy where memory allows; smaller ones are
-packed.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
@@ -367,22 +362,9 @@ class StridedBlock(NamedTuple):
     rows: int
     cols: int
 
-    @property
-    def numel(self) -> int:
-        """Elements of the block."""
-        return self.rows * self.cols
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the block is contiguous."""
-        return self.rows == 1 or self.stride == self.cols
-
 
 STAYS = 1 << 62
 """Number of a round after every round of a plan."""
-
-Message = tuple[StridedBlock, ...]
-"""Blocks that travel together: one large one, or all small ones of a batch, in order."""
 
 
 # No slots: cached properties live in the dict of an object.
@@ -406,20 +388,10 @@ class Batch:
         """The blocks in order."""
         return tuple(map(StridedBlock._make, self.table.tolist()))
 
-    @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """Messages for each peer; both ends cut them alike, because a block has the same size on
-        both.
-        """
-        # Only order tells the messages between two ranks apart, so both ends cut in this one.
-        alone = [(piece,) for piece in self.pieces if piece.numel >= SINGLE_NUMEL]
-        packed = tuple(piece for piece in self.pieces if piece.numel < SINGLE_NUMEL)
-        return (*alone, packed) if packed else tuple(alone)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """Messages that do not wait for each other, as a pull sees them; a push swaps `outgoing` and
+    """Batches that do not wait for each other, as a pull sees them; a push swaps `outgoing` and
     `incoming`.
 
     `local` pairs need no wire.

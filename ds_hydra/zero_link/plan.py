@@ -44,7 +44,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.zero_link import layout
 from ds_hydra.zero_link.layout import (
     STAYS,
     Batch,
@@ -574,7 +573,7 @@ def _contains(outer: Region, inner: Region) -> bool:
     )
 
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Part of the digest: ranks with different planners do not exchange."""
 
 
@@ -622,8 +621,7 @@ def plan_link(
 def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[object, ...]) -> int:
     """63 bits of everything that the parts of all ranks follow from."""
     digest = hashlib.blake2b(digest_size=8)
-    # Both ends cut messages by SINGLE_NUMEL: with two values of it none would match.
-    digest.update(repr((PLAN_VERSION, layout.SINGLE_NUMEL, options, asked.ids.shape)).encode())
+    digest.update(repr((PLAN_VERSION, options, asked.ids.shape)).encode())
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
     )

@@ -26,7 +26,6 @@ from ds_hydra.engine.parallel import linear, token_cuts
 from ds_hydra.engine.transfer import session, stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
-from ds_hydra.zero_link import buffers, layout
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 from standin import process_group
 from standin.streams import elsewhere, observer
@@ -71,8 +70,7 @@ OF_LARGE = ("1x<1,2>", "1x<2,1>", "2x<1,1;gather>", "1x<cp2,1>")
 
 SHORT = STRATEGIES[2][:5]
 
-layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = 64  # tiny models send in place, too
-token_cuts.LEAST_PART_BYTES = 1  # and their keys travel in parts
+token_cuts.LEAST_PART_BYTES = 1  # keys of tiny models travel in parts, too
 
 
 def start(family: str, num_layers: int | None = None, **hydra: Any) -> Any:
