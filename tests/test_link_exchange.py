@@ -37,7 +37,7 @@ ANY_ROUTES = st.fixed_dictionaries(
 
 
 @given(random_link(), ANY_ROUTES, st.sampled_from([torch.float32, torch.bfloat16]), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_pull_gives_slices_and_a_push_their_sums(link, routes, gradient_dtype, data):
     """Bit by bit: whole numbers have one sum, in whatever order, and are sent in 16 bits, too."""
     specs, _, rank_buckets = link
