@@ -6,17 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ds_hydra.engine.strategy_links import StrategyLink, StrategyLinks
 from ds_hydra.engine.transfer.stage_weights import gradient_numel, slice_numel
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.profiles.profile import EXCHANGE_BUFFERS
 from ds_hydra.zero_link import Bucket, LinkPlan, ParamSpec, RankBuckets
-from ds_hydra.zero_link.layout import ALIGNMENT_BYTES, SINGLE_NUMEL, Batch
-
-if TYPE_CHECKING:
-    pass
+from ds_hydra.zero_link.buffers import pack_hop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +22,8 @@ class LinkMemory:
     slice_bytes: int
     gradient_bytes: int
     exchange_bytes: int
-    """Packed buffers: two rounds in flight have four, each as large as the largest.
+    """Packed buffers: two rounds in flight have four, each as large as the largest. And what an
+    owner adds up at a time.
 
     Memory of the CPU is handed out with gaps, which may add as much again.
     """
@@ -48,7 +45,7 @@ def link_memory(links: StrategyLinks, strategy: Strategy) -> LinkMemory:
         slice_bytes=_held_numel(specs, link.buckets, slot_of) * itemsize,
         gradient_bytes=sum(gradient_numel(specs, b) for b in kept) * 4 + sum(in_slots) * itemsize,
         exchange_bytes=_exchange_bytes(links, link),
-        relayed_bytes=max(link.pull.relayed_elements * itemsize, link.push.relayed_elements * 4),
+        relayed_bytes=max(relayed_elements(link.pull) * itemsize, relayed_elements(link.push) * 4),
     )
 
 
@@ -76,44 +73,29 @@ def _slot_numels(
 
 
 def _exchange_bytes(links: StrategyLinks, link: StrategyLink) -> int:
-    # CPU ranks send contiguous blocks from where they are; devices pack every round.
-    packs = links._device.type != "cpu"
     sent = ((link.pull, links._dtype.itemsize), (link.push, links._gradient_dtype.itemsize))
-    return EXCHANGE_BUFFERS * max(
-        packed_elements(plan) * size if packs else _buffer_bytes(plan, size) for plan, size in sent
-    )
+    buffers = EXCHANGE_BUFFERS * max(packed_elements(plan) * size for plan, size in sent)
+    return buffers + 4 * summed_elements(link.push)
+
+
+def summed_elements(plan: LinkPlan) -> int:
+    """Elements of the largest sum of a push that is made beside the shards."""
+    hops = (hop for round_ in plan.rounds for hop in round_.hops)
+    packed = (pack_hop(hop, plan.rank, plan.num_ranks) for hop in hops)
+    return max((addition.numel for side in packed for addition in side.additions), default=0)
+
+
+def relayed_elements(plan: LinkPlan) -> int:
+    """The most elements of other nodes that are relayed on a rank at once."""
+    held = [0] * len(plan.rounds)
+    for begin, round_ in enumerate(plan.rounds):
+        for at in range(begin, min(round_.relayed_until + 1, len(held))):
+            held[at] += round_.relayed_numel
+    return max(held, default=0)
 
 
 def packed_elements(plan: LinkPlan) -> int:
-    """Elements that a rank sends from or receives into packed buffers at once, at most, where
-    everything is packed.
-    """
+    """Elements that a rank sends from or receives into packed buffers at once, at most."""
     hops = (hop for round_ in plan.rounds for hop in round_.hops)
     sides = (batches for hop in hops for batches in (hop.outgoing, hop.incoming))
     return max((sum(b.numel * len(b.peers) for b in batches) for batches in sides), default=0)
-
-
-def _buffer_bytes(plan: LinkPlan, itemsize: int) -> int:
-    """Bytes of the same, where elements take `itemsize` and large blocks travel from where they
-    are.
-    """
-
-    def aligned(numel: int) -> int:
-        return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    sizes = [0]
-    for hop in (hop for round_ in plan.rounds for hop in round_.hops):
-        if plan.gradients:  # sent in another type perhaps, and received to be added
-            sizes.append(sum(aligned(batch.numel) for batch in hop.incoming))
-            sizes.append(sum(aligned(batch.numel) * len(batch.peers) for batch in hop.outgoing))
-        else:
-            sizes.append(sum(aligned(_buffered_numel(batch)) for batch in hop.outgoing))
-            sizes.append(sum(aligned(_buffered_numel(batch)) for batch in hop.incoming))
-    return max(sizes)
-
-
-def _buffered_numel(batch: Batch) -> int:
-    """Elements of one copy that cannot travel from or to their place."""
-    _, _, stride, rows, cols = batch.table.T
-    in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
-    return int((rows * cols)[~in_place].sum())

@@ -1,5 +1,5 @@
-"""What overlap hides: visible pull and push as a share of the iteration, with and without it, in
-one run.
+"""What overlap hides on accelerators: visible pull and push as a share of the iteration, with and
+without it, in one run.
 
     deepspeed --num_gpus 4 --no_local_rank benchmarks/overlap.py
 
@@ -27,7 +27,6 @@ from deepspeed.accelerator import get_accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.engine.transfer.link_thread import LinkThread
 
 STRATEGIES = {
     2: ("2x<1,1>", "1x<2,1>", "1x<1,2>"),
@@ -105,14 +104,13 @@ def draw_batch(vocab_size: int, budget: int, seed: int) -> list[dict[str, torch.
 
 
 def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) -> Iterator[dict]:
-    propagator = engine.hydra.propagator
-    threads = {overlap: LinkThread(overlap=overlap) for overlap in (False, True)}
+    links = engine.hydra.propagator.links
     for strategy in STRATEGIES[dist.get_world_size()]:
         seen: dict[bool, list[list[float]]] = {False: [], True: []}
         for round_ in range(rounds + 1):
             batch = draw_batch(MODELS[model]["vocab_size"], tokens, seed=round_)
             for overlap in (False, True) if round_ % 2 else (True, False):
-                propagator.links.thread = threads[overlap]
+                links.overlap = overlap
                 dist.barrier()
                 engine.train_batch(batch, strategy=strategy)
                 if round_:  # the first round warms up

@@ -1,13 +1,12 @@
-"""Several hosts on one machine (network namespaces): bytes, a slow network, lost hosts.
+"""Several hosts on one machine (network namespaces): bytes, lost hosts.
 
-    python benchmarks/several_nodes.py --out docs/benchmarks/nodes.md [--parts bytes slow cut]
+    python benchmarks/several_nodes.py --out docs/benchmarks/nodes.md [--parts bytes cut]
     [--repeats 5]
 
 Sections of parts that are not measured stay in the page. Parts: `bytes` (what a strategy sends
-between hosts, by plan and on the interface), `slow` (the planner's choice from measured profiles,
-and measured iterations, on a fast and on a slow network), `cut` (seconds until all processes have
-ended after a host was cut off, or a process killed). Needs what tests/nodes.py needs; `slow` needs
-/dev/net/tun. Uses the helpers of the tests.
+between hosts, by plan and on the interface), `cut` (seconds until all processes have ended after a
+host was cut off, or a process killed). Needs what tests/nodes.py needs. Uses the helpers of the
+tests.
 """
 
 from __future__ import annotations
@@ -28,22 +27,16 @@ import torch
 import torch.distributed as dist
 from engines import start_hydra
 from models import tiny
-from nodes import Hosts, Wire, run_on_hosts
+from nodes import Hosts, run_on_hosts
 from pages import how, paragraphs, put_section, table
-from single_process import random_examples
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4}
 VOCAB_SIZE = 2048
-LENGTHS = (512, 256)
-"""Of the global batch of `slow`: few rows, so that a pipeline has bubbles."""
-SPANNING = ("1x<2,1>", "1x<1,2>")
-"""Candidates on two hosts of one rank: TP across the hosts, or a pipeline across them."""
-WIRES = {"fast": None, "slow": Wire(10e6, 0.002, mtu=9000)}
 
 
-def model(num_heads: int = 6):
-    sizes = SIZES | {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+def model():
+    sizes = SIZES | {"num_attention_heads": 12, "num_key_value_heads": 12}  # divided by each TP
     return tiny("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=4096, **sizes)
 
 
@@ -55,7 +48,7 @@ def num_parameters() -> str:
 
 
 def count(strategies: list[str]) -> dict:
-    engine = start_hydra(model(num_heads=12))  # a multiple of every TP degree
+    engine = start_hydra(model())
     return test_nodes.count_bytes(engine, strategies, times=3)
 
 
@@ -107,73 +100,6 @@ def measure_bytes(folder: Path) -> str:
              "node / direct"],
             rows,
         ),
-    )  # fmt: skip
-
-
-# A slow network.
-
-
-def time_strategies(repeats: int) -> dict:
-    """The profile that the ranks measure, what the planner takes from it, and measured
-    iterations.
-    """
-    section = {
-        "context_length": max(LENGTHS),
-        "tokens_per_iteration": sum(LENGTHS),
-        "strategies": list(SPANNING),
-    }
-    section["profiling"] = {"lengths": [64, 256, 512], "repeats": 2}
-    engine = start_hydra(model(), hydra=section)
-    batch = random_examples(list(LENGTHS), VOCAB_SIZE, seed=0)
-    engine.train_batch(batch)  # measures the profile
-    chosen = engine.last_metrics.strategy
-    times: dict[str, list[list[float]]] = {}
-    for _ in range(repeats + 1):
-        for strategy in (*SPANNING, "2x<1,1>"):
-            engine.train_batch(batch, strategy=strategy)
-            metrics = engine.last_metrics
-            link_ms = metrics.pull_ms + metrics.push_ms
-            times.setdefault(strategy, []).append(
-                [metrics.measured_ms, link_ms, metrics.iteration_ms]
-            )
-    medians = {s: [statistics.median(c) for c in zip(*rows[1:])] for s, rows in times.items()}
-    return {
-        "chosen": chosen,
-        "medians": medians,
-        "profile": engine.hydra.source.candidates.ensure_profile().document["schemes"],
-    }
-
-
-def measure_slow(folder: Path, repeats: int) -> str:
-    rows, choices = [], []
-    for name, wire in WIRES.items():
-        with Hosts(2, wire=wire) as hosts:
-            ended = run_on_hosts(
-                time_strategies, hosts, [1, 1], folder / name, repeats, limit_s=600
-            )
-        assert ended[0].exit_code == 0, ended[0].stderr
-        found = ended[0].value
-        for strategy in (*SPANNING, "2x<1,1>"):
-            measured, link, iteration = found["medians"][strategy]
-            times = [f"{value:,.0f}" for value in (measured, link, iteration)]
-            rows.append([name, f"`{strategy}`", *times])
-        fastest = min(SPANNING, key=lambda s: found["medians"][s][2])
-        choices.append([name, f"`{found['chosen']}`", f"`{fastest}`"])
-    return paragraphs(
-        f"Two hosts of one rank, {num_parameters()} in fp32, a global batch of "
-        f"{' and '.join(f'{length:,}' for length in LENGTHS)} tokens. Fast: the bridge as it is; slow: "
-        "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Ranks: the "
-        f"profile that the engine measures at its start over that very network. Medians of {repeats}, alternated, ms.",
-        table(
-            ["network", "chosen from the ranks' own profile", "fastest iteration measured"],
-            choices,
-        ),
-        table(
-            ["network", "strategy", "propagation measured", "pull + push", "whole iteration"],
-            rows,
-        ),
-        "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "
-        "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole.",
     )  # fmt: skip
 
 
@@ -263,7 +189,6 @@ def measure_cut(folder: Path, repeats: int) -> str:
 
 PARTS = {
     "bytes": ("Bytes between hosts", lambda folder, repeats: measure_bytes(folder)),
-    "slow": ("A slow network", measure_slow),
     "cut": ("A host that is lost", measure_cut),
 }
 

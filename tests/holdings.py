@@ -4,14 +4,12 @@ every rank.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import random
-import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -28,15 +26,9 @@ STRATEGIES_OF_4 = (
 """Homogeneous and heterogeneous ones, one that leaves a rank idle included."""
 
 
-@dataclass(frozen=True)
-class Holdings:
-    """What must not grow with the number of iterations; memory has noise, the rest has none."""
+class Holdings(NamedTuple):
+    """Counts that must not grow with the number of iterations."""
 
-    rss_bytes: int
-    malloc_bytes: int
-    """Handed out by glibc's malloc and not freed; 0 with another C library."""
-    python_blocks: int
-    """Handed out by Python's own allocator."""
     open_files: int
     process_groups: int
     threads: int
@@ -48,43 +40,14 @@ class Holdings:
 
     @classmethod
     def of(cls, engine: HydraEngine) -> Holdings:
-        process = psutil.Process(os.getpid())
         tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-        gc.collect()  # small garbage in cycles would look like growth
+        gc.collect()
         return cls(
-            rss_bytes=process.memory_info().rss,
-            malloc_bytes=_malloc_bytes(),
-            python_blocks=sys.getallocatedblocks(),
-            open_files=process.num_fds(),
+            open_files=psutil.Process(os.getpid()).num_fds(),
             process_groups=len(engine.hydra.propagator.groups),
             threads=threading.active_count(),
             tensors=tensors,
         )
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """All but memory."""
-        return self.open_files, self.process_groups, self.threads, self.tensors
-
-
-class _MallInfo2(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h, over all arenas."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
-        )
-    ]  # fmt: skip
-
-
-def _malloc_bytes() -> int:
-    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if mallinfo2 is None:
-        return 0
-    mallinfo2.restype = _MallInfo2
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
 
 
 def train_random_iteration(engine: HydraEngine, generator: random.Random, iteration: int) -> float:

@@ -1,19 +1,29 @@
-"""Links of random small models, and their plans carried out on one process with numpy."""
+"""Links of random small models, and their plans carried out by ranks in one process."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
 
-import numpy as np
 import torch
+import torch.distributed as dist
+from distributed import TIMEOUT_S
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ds_hydra.engine.transfer.session import RoundWindow
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.zero_link import BucketEntry, ParamSpec, RankBuckets, Region, Slicing
-from ds_hydra.zero_link.layout import Batch, LinkPlan, Store, StridedBlock
+from ds_hydra.zero_link import BucketEntry, ParamSpec, RankBuckets, Region, Slicing, plan_link
+from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link.layout import LinkPlan
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 
@@ -134,6 +144,14 @@ def bucket_of(buckets: Sequence[Any], index: int) -> Any:
     return buckets[index] if index < len(buckets) else ()
 
 
+def sent_elements(plan: LinkPlan) -> Counter[int]:
+    """Elements that leave a rank over the wire in a pull, for each rank they go to."""
+    counts = Counter[int]()
+    for batch in (b for round_ in plan.rounds for hop in round_.hops for b in hop.outgoing):
+        counts.update(dict.fromkeys(batch.peers, batch.numel))
+    return counts
+
+
 def shards_of(
     specs: Sequence[ParamSpec], fulls: Sequence[Tensor], num_ranks: int
 ) -> list[list[Tensor]]:
@@ -166,89 +184,135 @@ def random_link(draw, max_ranks: int = 9):
     return specs, strategy, strategy_buckets(specs, strategy, num_ranks, num_layers)
 
 
+class Members(NamedTuple):
+    """A group of neighbouring ranks as one of them has it."""
+
+    rank: int
+    ranks: tuple[int, ...]
+
+
+class Wire:
+    """All-to-alls of ranks that are threads of one process; they arrive when all have posted."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self.num_posted = Counter[Members]()
+        self._under_way: dict[Any, tuple[dict[int, Any], threading.Event]] = {}
+
+    def all_to_all_single(self, incoming, outgoing, into, out, *, group, async_op):
+        assert async_op
+        with self._lock:
+            self.num_posted[group] += 1
+            key = group.ranks, self.num_posted[group]
+            posted, has_come = self._under_way.setdefault(key, ({}, threading.Event()))
+            posted[group.rank] = incoming.split(into), outgoing.split(out)
+            if len(posted) == len(group.ranks):
+                for place, rank in enumerate(group.ranks):
+                    for received, peer in zip(posted[rank][0], group.ranks, strict=True):
+                        received.copy_(posted[peer][1][place])
+                has_come.set()
+        return SimpleNamespace(wait=lambda: has_come.wait(TIMEOUT_S))
+
+
 class World:
-    """The memory of all ranks: shards, slices, stages; messages are checked to fit together."""
+    """All ranks in one process: a thread and two links each, shards of known parameters, slices
+    that a pull fills, and gradients that a push adds up.
+    """
 
-    def __init__(self, specs: Sequence[ParamSpec], rank_buckets: Sequence[RankBuckets]):
-        self.specs = specs
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        rank_buckets: Sequence[RankBuckets],
+        ranks_per_node: int | None = None,
+        gradient_dtype: torch.dtype = torch.float32,
+    ):
+        self.specs, self.rank_buckets = specs, rank_buckets
         self.num_ranks = len(rank_buckets)
-        self.shards = [
-            [np.zeros(spec.shard_numel(self.num_ranks)) for spec in specs]
-            for _ in range(self.num_ranks)
-        ]
-        self.slices = [
-            [[np.full(ref.region.numel, np.nan) for ref in bucket] for bucket in buckets]
-            for buckets in rank_buckets
-        ]
-        self.stages: list[dict[int, np.ndarray]] = [{} for _ in range(self.num_ranks)]
+        torch.manual_seed(0)
+        self.full = [torch.randn(spec.numel).bfloat16() for spec in specs]
+        self.shards = shards_of(specs, self.full, self.num_ranks)
+        self.wire, cpu = Wire(), torch.device("cpu")
+        self.pulls, self.pushes = [], []
+        everyone = tuple(range(self.num_ranks))
+        with self._connected():
+            for rank in everyone:
+                size = ranks_per_node or self.num_ranks
+                node = everyone[rank // size * size :][:size]
+                groups = Members(rank, everyone), Members(rank, node)
+                self.pulls.append(Link(groups[0], cpu, node_group=groups[1]))
+                self.pushes.append(Link(groups[0], cpu, gradient_dtype, node_group=groups[1]))
 
-    def place(
-        self, rank: int, index: int, store: Store, piece: StridedBlock
-    ) -> tuple[np.ndarray, np.ndarray]:
-        memory = {
-            Store.SHARD: lambda: self.shards[rank][piece.key],
-            Store.SLICE: lambda: self.slices[rank][index][piece.key],
-            Store.RELAY: lambda: self.stages[rank][piece.key],
-        }[store]()
-        rows, cols = np.indices((piece.rows, piece.cols))
-        return memory, (piece.offset + rows * piece.stride + cols).ravel()
+    def plans(self, **options: Any) -> list[LinkPlan]:
+        ranks = range(self.num_ranks)
+        return [plan_link(self.specs, self.rank_buckets, rank, **options) for rank in ranks]
 
-    def read(self, rank: int, index: int, batch: Batch) -> np.ndarray:
-        parts = [np.empty(0)]
-        for piece in batch.pieces:
-            memory, at = self.place(rank, index, batch.store, piece)
-            parts.append(memory[at])
-        return np.concatenate(parts)
+    def fresh(self, make: Callable[[int], Tensor]) -> list[list[list[Tensor]]]:
+        """[rank][bucket][slot] flat tensors, of as many elements as the slices."""
+        return [[[make(e.region.numel) for e in b] for b in mine] for mine in self.rank_buckets]
 
-    def write(self, rank: int, index: int, batch: Batch, data: np.ndarray, *, add: bool) -> None:
-        begin = 0
-        for piece in batch.pieces:
-            memory, at = self.place(rank, index, batch.store, piece)
-            memory[at] = data[begin : begin + len(at)] + (memory[at] if add else 0)
-            begin += len(at)
-        assert begin == len(data)
+    def pull(self, plans: Sequence[LinkPlan], order: Sequence[int] | None = None) -> None:
+        """Fill new slices, and check them. Ranks have different numbers of rounds under way."""
+        slices = self.fresh(lambda numel: torch.full((numel,), torch.nan).bfloat16())
 
-    def run(self, plans: Sequence[LinkPlan], *, push: bool) -> int:
-        """Carry out all rounds; returns the elements that crossed a wire."""
-        sent = 0
-        order = range(len(plans[0].rounds))
-        for rank, plan in enumerate(plans):
-            for begun, round_ in enumerate(plan.rounds):
-                if begun in self.stages[rank] and not round_.relayed_numel:
-                    continue  # what stays for the node
-                self.stages[rank][begun] = (
-                    np.zeros(round_.relayed_numel)
-                    if push
-                    else np.full(round_.relayed_numel, np.nan)
-                )
-        for index in reversed(order) if push else order:
-            rounds = [plan.rounds[index] for plan in plans]
-            steps = range(len(rounds[0].hops))
-            assert all(len(r.hops) == len(steps) for r in rounds)
-            for step in reversed(steps) if push else steps:
-                sent += self._run_hop(index, [r.hops[step] for r in rounds], push)
-        return sent
+        def begin(rank: int, index: int) -> Any:
+            own = bucket_of(slices[rank], index)
+            return self.pulls[rank].begin_pull(plans[rank], index, self.shards[rank], own)
 
-    def _run_hop(self, index, hops, push) -> int:
-        wire: dict[tuple[int, int], list[np.ndarray]] = {}
-        sizes: dict[tuple[int, int], list[list[int]]] = {}
-        for rank, hop in enumerate(hops):
-            for batch in hop.incoming if push else hop.outgoing:
-                for peer in batch.peers:
-                    wire.setdefault((rank, peer), []).append(self.read(rank, index, batch))
-                    sizes.setdefault((rank, peer), []).append(
-                        [sum(p.numel for p in m) for m in batch.messages]
-                    )
-        sent = sum(len(part) for parts in wire.values() for part in parts)
-        for rank, hop in enumerate(hops):
-            for batch in hop.outgoing if push else hop.incoming:
-                for peer in batch.peers:
-                    assert sizes[peer, rank].pop(0) == [
-                        sum(p.numel for p in m) for m in batch.messages
-                    ]
-                    self.write(rank, index, batch, wire[peer, rank].pop(0), add=push)
-            for shard_side, slice_side in hop.local:
-                source, target = (slice_side, shard_side) if push else (shard_side, slice_side)
-                self.write(rank, index, target, self.read(rank, index, source), add=push)
-        assert not any(wire.values()), "a message that nobody expects"
-        return sent
+        self._run(begin, order or range(len(plans[0].rounds)))
+        for buckets, got in zip(self.rank_buckets, slices, strict=True):
+            wanted = [
+                [crop(self.specs[e.param], self.full[e.param], e.region).flatten() for e in b]
+                for b in buckets
+            ]
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+    def push(
+        self,
+        plans: Sequence[LinkPlan],
+        gradients: Sequence[Sequence[Sequence[Tensor]]],
+        start: Sequence[Tensor],
+    ) -> list[list[Tensor]]:
+        """Shards of the sums: `gradients` added to what is there at the `start`."""
+        sums = shards_of(self.specs, start, self.num_ranks)
+
+        def begin(rank: int, index: int) -> Any:
+            own = bucket_of(gradients[rank], index)
+            return self.pushes[rank].begin_push(plans[rank], index, own, sums[rank])
+
+        self._run(begin, range(len(plans[0].rounds))[::-1])
+        return sums
+
+    def add_in_order(
+        self, gradients: Sequence[Sequence[Sequence[Tensor]]], start: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """The same by one process: rounds from the last to the first, in each the ranks."""
+        totals = [tensor.clone() for tensor in start]
+        for index in reversed(range(max(map(len, self.rank_buckets)))):
+            for buckets, mine in zip(self.rank_buckets, gradients, strict=True):
+                pairs = zip(bucket_of(buckets, index), bucket_of(mine, index), strict=True)
+                for entry, gradient in pairs:
+                    if entry.pushes_gradient and entry.region.numel:
+                        spec = self.specs[entry.param]
+                        target = crop(spec, totals[entry.param], entry.region)
+                        target += gradient.view_as(target)
+        return shards_of(self.specs, totals, self.num_ranks)
+
+    def _connected(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for name, run in (
+            ("all_to_all_single", self.wire.all_to_all_single),
+            ("get_process_group_ranks", lambda group: list(group.ranks)),
+        ):
+            stack.enter_context(mock.patch.object(dist, name, run))
+        return stack
+
+    def _run(self, begin: Callable[[int, int], Any], order: Sequence[int]) -> None:
+        def run_rank(rank: int) -> None:
+            with RoundWindow(
+                functools.partial(begin, rank), lambda _: None, depth=1 + rank % 3
+            ) as rounds:
+                for index in order:
+                    rounds.post(index)
+
+        with self._connected(), ThreadPoolExecutor(self.num_ranks) as threads:
+            list(threads.map(run_rank, range(self.num_ranks)))

@@ -4,30 +4,21 @@ memory.
 A host is a process in namespaces of its own (net, uts, ipc, mount, pid), joined to the others by a
 switch. All of them end when this process ends, however it ends, because they read a pipe of it:
 nothing is left behind, and the network of the machine is never touched. Users who are not root get
-there by a user namespace, where the kernel lets them. `Hosts.start` starts programs as a user
-would; `run_on_hosts` forks ranks that have paid for their imports.
+there by a user namespace, where the kernel lets them.
 
-- `Hosts(2)`: hosts `node-0` (10.77.0.1) and `node-1` (10.77.0.2), each with `eth0`, joined by a
-  bridge.
-- `Hosts(2, wire=Wire(bytes_per_s=5e6, delay_s=0.002))`: a slow switch, which is a process that
-  forwards packets late; the kernel's netem would do, but few kernels have it.
+`Hosts(2)` are hosts `node-0` (10.77.0.1) and `node-1` (10.77.0.2), each with `eth0`, joined by a
+bridge.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import heapq
 import os
-import select
 import shlex
-import signal
-import struct
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,23 +40,11 @@ PRIVATE_FOLDER = next(
 """Of every host: the others do not see what is in it. Everything else is a file system that all
 hosts share.
 """
-_TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CannotBuildHosts(Exception):
     """What this machine does not allow or does not have."""
-
-
-@dataclass(frozen=True)
-class Wire:
-    """What each host's link to the switch carries in one direction, and how late a packet arrives
-    at the other host.
-    """
-
-    bytes_per_s: float
-    delay_s: float = 0.0
-    mtu: int = 1500
 
 
 @dataclass(frozen=True)
@@ -91,10 +70,9 @@ class Hosts:
     allow it.
     """
 
-    def __init__(self, number: int, *, wire: Wire | None = None):
+    def __init__(self, number: int):
         self.names = [f"node-{index}" for index in range(number)]
         self.addresses = [f"{NETWORK}.{index + 1}" for index in range(number)]
-        self._wire = wire
         self._holders: list[subprocess.Popen[str]] = []
         self._inits: list[int] = []
         self._as_root = os.geteuid() == 0
@@ -129,7 +107,6 @@ class Hosts:
         """Cut a host off, as behind a broken switch: its interface stays up, and no packet leaves
         or arrives.
         """
-        assert self._wire is None, "only hosts at a bridge can be cut off"
         self._in_switch(f"ip link set port{host} nomaster")
 
     def move_in(self, host: int) -> None:
@@ -168,10 +145,7 @@ class Hosts:
         )
         for index in range(len(self.names)):
             self._inits.append(self._start_host(index))
-        if self._wire is None:
-            self._join_to_bridge()
-        else:
-            self._join_to_slow_switch(self._wire)
+        self._join_to_bridge()
         for index in range(len(self.names)):
             self.run(
                 index, f"ip addr add {self.addresses[index]}/24 dev eth0 && ip link set eth0 up"
@@ -200,27 +174,17 @@ class Hosts:
                 f"ip link set {port} master switch && ip link set {port} up"
             )
 
-    def _join_to_slow_switch(self, wire: Wire) -> None:
-        arguments = [
-            str(wire.bytes_per_s),
-            str(wire.delay_s),
-            str(wire.mtu),
-            *map(str, self._inits),
-        ]
-        inside = self._enter(self._holders[0].pid, "--user") if not self._as_root else []
-        self._hold([*inside, sys.executable, __file__, *arguments])
-
     def _in_switch(self, command: str) -> None:
         _output([*self._enter(self._holders[0].pid), "sh", "-c", command])
 
-    def _enter(self, pid: int, *only: str) -> list[str]:
+    def _enter(self, pid: int) -> list[str]:
         user = [] if self._as_root else ["--user", "--preserve-credentials"]
         spaces = (
             ["--net", "--mount"]
             if pid == self._holders[0].pid
             else ["--net", "--uts", "--ipc", "--mount", "--pid"]
         )
-        return ["nsenter", f"--target={pid}", *user, *([] if only else spaces), "--"]
+        return ["nsenter", f"--target={pid}", *user, *spaces, "--"]
 
     def _hold(self, command: list[str]) -> subprocess.Popen[str]:
         """Start a process that says "ready" and then lives until its input ends."""
@@ -292,79 +256,12 @@ def run_on_hosts(
     return run_ranks(function, args, environments, folder, enter=enter, poll=poll, limit_s=limit_s)
 
 
-# The slow switch, a process of its own.
-
-
-class _Port:
-    """The link of one host: a TUN device in the host's network namespace, whose packets are read
-    and written here.
-    """
-
-    def __init__(self, host_pid: int, wire: Wire):
-        with open("/proc/self/ns/net") as home, open(f"/proc/{host_pid}/ns/net") as away:
-            _setns(away.fileno())
-            self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH14x", b"eth0", _TUN_WITHOUT_HEADER))
-            subprocess.run(
-                ["ip", "link", "set", "eth0", "mtu", str(wire.mtu), "txqueuelen", "2000"],
-                check=True,
-            )
-            _setns(home.fileno())
-        self.out_free = self.in_free = 0.0
-        """When the link has sent, and delivered, everything so far."""
-
-
-def forward(wire: Wire, host_pids: Sequence[int]) -> None:
-    """Pass packets on between the hosts until the input ends: a link at a time sends one packet, at
-    its rate.
-
-    A packet leaves its host's link after all before it, waits `delay_s`, and passes the other
-    host's link after all that arrived there before it. Nothing is dropped: TCP's own window bounds
-    the queues.
-    """
-    ports = [_Port(pid, wire) for pid in host_pids]
-    by_address = {
-        bytes(map(int, f"{NETWORK}.{i + 1}".split("."))): port for i, port in enumerate(ports)
-    }
-    by_fd = {port.fd: port for port in ports}
-    queue: list[tuple[float, int, _Port, bytes]] = []
-    number = 0
-    print("ready", flush=True)
-    while True:
-        now = time.monotonic()
-        while queue and queue[0][0] <= now:
-            _, _, port, packet = heapq.heappop(queue)
-            with contextlib.suppress(OSError):  # the host is gone, or its interface is down
-                os.write(port.fd, packet)
-        timeout = max(0.0, queue[0][0] - now) if queue else None
-        ready, _, _ = select.select([sys.stdin, *by_fd], [], [], timeout)
-        if sys.stdin in ready:
-            return
-        now = time.monotonic()
-        for fd in ready:
-            source = by_fd[fd]
-            for _ in range(64):
-                try:
-                    packet = os.read(fd, 65536)
-                except OSError:
-                    break
-                target = by_address.get(packet[16:20])
-                if target is None or packet[0] >> 4 != 4:
-                    continue  # IPv6 looking for neighbours
-                duration = len(packet) / wire.bytes_per_s
-                source.out_free = max(now, source.out_free) + duration
-                arrival = source.out_free + wire.delay_s
-                target.in_free = max(arrival, target.in_free + duration)
-                number += 1
-                heapq.heappush(queue, (target.in_free, number, target, packet))
-
-
 @contextlib.contextmanager
-def hosts_or_skip(number: int, *, wire: Wire | None = None) -> Iterator[Hosts]:
+def hosts_or_skip(number: int) -> Iterator[Hosts]:
     """Hosts, or the test is skipped and says what the machine lacks."""
     import pytest
 
-    hosts = Hosts(number, wire=wire)
+    hosts = Hosts(number)
     try:
         hosts.__enter__()
     except CannotBuildHosts as error:
@@ -373,12 +270,3 @@ def hosts_or_skip(number: int, *, wire: Wire | None = None) -> Iterator[Hosts]:
         yield hosts
     finally:
         hosts.close()
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    rate, delay, mtu, *pids = sys.argv[1:]
-    try:
-        forward(Wire(float(rate), float(delay), int(mtu)), [int(pid) for pid in pids])
-    except OSError as error:
-        print(f"a slow switch needs /dev/net/tun: {error}", flush=True)

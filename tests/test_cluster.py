@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from link_cases import sent_elements
 from reference import make_profile
 
 from ds_hydra.configs import find_file
@@ -148,7 +149,7 @@ def received_by_the_busiest_node(text: str, slicing: Slicing) -> float:
     received = [0, 0]
     for rank in range(8):
         plan = plan_link(specs, buckets, rank, ranks_per_node=4)
-        for peer, numel in plan.sent_elements.items():
+        for peer, numel in sent_elements(plan).items():
             received[peer // 4] += numel if peer // 4 != rank // 4 else 0
     return max(received) / (8 * 1600)
 

@@ -117,7 +117,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does():
     last = first["findings"][-1]
     assert (last["check"], last["status"]) == ("hangs", "problem")
     assert "rank 1 is in 'iteration" in last["text"]
-    assert "exchanges beside computation" in last["text"]
+    assert "exchanges alone" in last["text"]
     assert "rank 0 is in" in last["text"]
     assert ".py:" in last["text"]  # where rank 0 waits
     # What was found before is kept

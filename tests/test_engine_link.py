@@ -28,7 +28,7 @@ BF16_TOLERANCE = 2**-8
 
 def gradients_sent_in_bf16():
     """They differ by rounding only."""
-    strategies = ("4x<1,1>", "1x<2,1> + 1x<1,2>", "1x<2,2>")
+    strategies = ("1x<2,1> + 1x<1,2>",)
     found = check_gradients("llama", strategies, communication_data_type="bf16")
     for case, (error, name, loss_error) in found.items():
         assert RELATIVE_TOLERANCE < error < BF16_TOLERANCE, (case, name, error)
@@ -62,7 +62,7 @@ class NewMemory(TorchDispatchMode):
 
 def memory_of_exchanges():
     """An exchange holds what the plan states, and soon allocates nothing."""
-    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
+    engine = start_hydra(tiny("llama"), bf16={"enabled": True})
     propagator = engine.hydra.propagator
     links, buffers = propagator.links, propagator.links.buffers
     links.pool = SlicePool(torch.device("cpu"), exact=True)
@@ -76,12 +76,12 @@ def memory_of_exchanges():
 
         def take(*arguments, buffers=buffers, in_use=in_use):
             taken = type(buffers).take(buffers, *arguments)
-            in_use.append(in_use[-1] + -(-taken.nbytes // 64) * 64)
+            in_use.append(in_use[-1] + taken.nbytes)
             return taken
 
         def give_back(tensor, buffers=buffers, in_use=in_use):
             type(buffers).give_back(buffers, tensor)
-            in_use.append(in_use[-1] - -(-tensor.nbytes // 64) * 64)
+            in_use.append(in_use[-1] - tensor.nbytes)
 
         buffers.take, buffers.give_back = take, give_back
         for _ in range(3):
@@ -101,8 +101,7 @@ def memory_of_exchanges():
 
 def memory_over_iterations():
     """Iterations reuse the memory of those before, with the pool that the CPU gets."""
-    # The same rounds at once every time
-    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}})
+    engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     held, links = [], engine.hydra.propagator.links
     for _ in range(4):
@@ -118,8 +117,7 @@ def memory_over_iterations():
 
 
 def failures():
-    """Errors of the link's thread on all ranks, in a pull and in the push after it, reach the
-    caller.
+    """Errors of the link on all ranks, in a pull and in the push after it, reach the caller.
 
     Without TP and pipelines, where a rank would also wait for its neighbours.
     """

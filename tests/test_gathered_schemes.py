@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from link_cases import decoder_specs, strategy_buckets
+from link_cases import decoder_specs, sent_elements, strategy_buckets
 from reference import make_batch, make_plan
 from spaces import full_space, with_moving_weights
 from test_cluster import PARAMS, make_cluster
@@ -203,7 +203,7 @@ def test_the_price_of_a_gathered_layer_is_what_its_routes_carry_into_a_node(text
                 ranks_per_node=ranks_per_node,
                 independent_rounds=True,
             )
-            for peer, numel in plan.sent_elements.items():
+            for peer, numel in sent_elements(plan).items():
                 entering[peer // 4] += numel * (peer // 4 != rank // 4)
         return entering.max() / sum(spec.numel for spec in specs)
 

@@ -1,29 +1,24 @@
-"""Pull and push on 4 gloo ranks: what arrives is what a slice of the full tensor holds, whatever
-the route.
+"""Pull and push of all ranks: what arrives is what a slice of the full tensor holds, whatever the
+route.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from distributed import run_distributed
-from engines import refused
-from link_cases import bucket_of, crop, decoder_specs, shards_of, strategy_buckets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from link_cases import World, decoder_specs, random_link, strategy_buckets
 
 from benchmarks.link_memory import packed_elements
-from ds_hydra.engine.strategy_links import check_link_plans
-from ds_hydra.engine.transfer.session import RoundWindow
+from ds_hydra.engine import strategy_links
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.strategy import Strategy
-from ds_hydra.zero_link import plan_link
-from ds_hydra.zero_link.buffers import pack_hop
-from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link import buffers, plan_link
 
 NUM_LAYERS = 3
 STRATEGIES = (
@@ -36,271 +31,110 @@ ROUTES = (
     {"ranks_per_node": 3},
     {"ranks_per_node": 2, "independent_rounds": True},
 )
+ANY_ROUTES = st.fixed_dictionaries(
+    {"ranks_per_node": st.sampled_from([None, 1, 2, 3, 4]), "independent_rounds": st.booleans()}
+)
 
 
-class Case:
-    """One strategy on all ranks: known shards, and room for slices and gradients."""
+@given(random_link(), ANY_ROUTES, st.sampled_from([torch.float32, torch.bfloat16]), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_pull_gives_slices_and_a_push_their_sums(link, routes, gradient_dtype, data):
+    """Bit by bit: whole numbers have one sum, in whatever order, and are sent in 16 bits, too."""
+    specs, _, rank_buckets = link
+    world = World(specs, rank_buckets, routes["ranks_per_node"], gradient_dtype)
+    plans, pushes = world.plans(**routes), world.plans(gradients=True, **routes)
+    num_rounds = len(plans[0].rounds)
+    # By direct routes, too, no round needs another one
+    is_free = routes["independent_rounds"] or len(plans[0].rounds[0].hops) == 1
+    world.pull(plans, data.draw(st.permutations(range(num_rounds))) if is_free else None)
 
-    def __init__(self, specs, text, dtype=torch.float32):
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self.specs = specs
-        self.rank_buckets = strategy_buckets(
-            specs, Strategy.parse(text), self.num_ranks, NUM_LAYERS
-        )
-        generator = torch.Generator().manual_seed(0)
-        self.full = [torch.randn(spec.numel, generator=generator).to(dtype) for spec in specs]
-        self.shards_P = shards_of(specs, self.full, self.num_ranks)[self.rank]
-        self.buckets = self.rank_buckets[self.rank]
+    def whole(numel):
+        return torch.randint(-5, 6, (numel,)).float()
 
-    def plan(self, **options):
-        return plan_link(self.specs, self.rank_buckets, self.rank, **options)
-
-    def empty_slices(self):
-        dtype = self.shards_P[0].dtype
-        return [
-            [torch.full((ref.region.numel,), torch.nan, dtype=dtype) for ref in b]
-            for b in self.buckets
-        ]
-
-    def gradients(self, rank=None):
-        """Known gradients of a rank's slices."""
-        generator = torch.Generator().manual_seed(7 + (self.rank if rank is None else rank))
-        buckets = self.rank_buckets[self.rank if rank is None else rank]
-        return [
-            [torch.randn(ref.region.numel, generator=generator) for ref in bucket]
-            for bucket in buckets
-        ]
-
-    def empty_shards(self):
-        return [torch.zeros(spec.shard_numel(self.num_ranks)) for spec in self.specs]
-
-    def expected_slices(self):
-        return [
-            [
-                crop(self.specs[ref.param], self.full[ref.param], ref.region).flatten()
-                for ref in bucket
-            ]
-            for bucket in self.buckets
-        ]
-
-    def expected_sums(self):
-        """This rank's shards of the float64 sum over all contributors."""
-        sums = [torch.zeros(spec.numel, dtype=torch.float64) for spec in self.specs]
-        for rank, buckets in enumerate(self.rank_buckets):
-            for bucket, grads in zip(buckets, self.gradients(rank), strict=True):
-                for ref, grad in zip(bucket, grads, strict=True):
-                    if ref.pushes_gradient and ref.region.numel:
-                        target = crop(self.specs[ref.param], sums[ref.param], ref.region)
-                        target += grad.view_as(target)
-        return shards_of(self.specs, sums, self.num_ranks)[self.rank]
+    gradients, start = world.fresh(whole), [whole(spec.numel) for spec in specs]
+    wanted = world.add_in_order(gradients, start)
+    for _ in range(2):
+        got = world.push(pushes, gradients, start)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    # One all-to-all for each hop of a round
+    hops = sum(
+        len(round_.hops) for round_ in (*plans[0].rounds, *pushes[0].rounds, *pushes[0].rounds)
+    )
+    posted = [n for group, n in world.wire.num_posted.items() if group.rank == 0]
+    assert sum(posted) == hops
 
 
-def group_of_node(ranks_per_node):
-    """This rank's node of that many ranks, of which the last one may have fewer; None without."""
-    if ranks_per_node is None:
-        return None
-    found, everyone = None, range(dist.get_world_size())
-    for begin in everyone[::ranks_per_node]:
-        node = everyone[begin : begin + ranks_per_node]
-        group = dist.new_group(list(node))  # of all nodes, on all ranks
-        found = group if dist.get_rank() in node else found
-    return found
+@given(random_link())
+@settings(max_examples=40, deadline=None)
+def test_owners_add_in_the_order_of_ranks(link):
+    specs, _, rank_buckets = link
+    world = World(specs, rank_buckets)
+    gradients, start = world.fresh(torch.randn), [torch.randn(spec.numel) for spec in specs]
+    got = world.push(world.plans(gradients=True), gradients, start)
+    torch.testing.assert_close(got, world.add_in_order(gradients, start), rtol=0, atol=0)
 
 
-def links(dtype=torch.float32, **more):
-    """(pull, push) by the number of ranks of a node."""
-    cpu, found = torch.device("cpu"), {}
-    for ranks_per_node in (None, 2, 3):
-        groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(2)]
-        nodes = [group_of_node(ranks_per_node) for _ in range(2)]
-        found[ranks_per_node] = (
-            Link(groups[0], cpu, node_group=nodes[0], **more),
-            Link(groups[1], cpu, dtype, node_group=nodes[1], **more),
-        )
-    return found
-
-
-def pull(link, plan, shards_P, bucket_S):
-    """Fill this rank's slices, of all its buckets, from all ranks' shards."""
-
-    def begin(index):
-        return link.begin_pull(plan, index, shards_P, bucket_of(bucket_S, index))
-
-    with RoundWindow(begin, link.abandon) as rounds:
-        for index in range(len(plan.rounds)):
-            rounds.post(index)
-
-
-def push(link, plan, grad_bucket_S, grads_P):
-    """Add this rank's gradients of all its buckets to the owners' shards."""
-
-    def begin(index):
-        return link.begin_push(plan, index, bucket_of(grad_bucket_S, index), grads_P)
-
-    with RoundWindow(begin, link.abandon) as rounds:
-        for index in reversed(range(len(plan.rounds))):
-            rounds.post(index)
-
-
-def check_all_routes(hidden, single_numel, fused):
-    """Every strategy by every route; blocks of `single_numel` elements and more travel alone."""
-    from ds_hydra.zero_link import buffers, layout
-
-    layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = single_numel
-    by_node = links()
-    specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2, fused=fused)
-    for text in STRATEGIES:
-        case = Case(specs, text, torch.bfloat16)
-        for routes in ROUTES:
-            pull_link, push_link = by_node[routes.get("ranks_per_node")]
-            slices = case.empty_slices()
-            pull(pull_link, case.plan(**routes), case.shards_P, slices)
-            torch.testing.assert_close(
-                slices, case.expected_slices(), rtol=0, atol=0, msg=f"{text} {routes}"
-            )
-            results = []
-            for _ in range(2):
-                grads_P = case.empty_shards()
-                push(push_link, case.plan(gradients=True, **routes), case.gradients(), grads_P)
-                results.append(grads_P)
-            torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-            wanted = [total.float() for total in case.expected_sums()]
-            torch.testing.assert_close(
-                results[0], wanted, rtol=1e-6, atol=1e-6, msg=f"{text} {routes}"
-            )
-
-
-def count_all_to_alls(run, *arguments):
-    """How many `run(*arguments)` posts; messages on their own are none."""
-    with (
-        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as posted,
-        mock.patch.object(dist, "batch_isend_irecv") as single,
-    ):
-        run(*arguments)
-    assert not single.called
-    return posted.call_count
-
-
-def check_packed_rounds():
-    """One all-to-all for each hop of a round: the same bits as messages, in slices and sums."""
-    num_classes = set()
-    for fused, gradient_dtype in ((False, torch.float32), (True, torch.bfloat16)):
-        ways = [links(gradient_dtype, packs=packs) for packs in (False, True)]
-        specs = decoder_specs(5, NUM_LAYERS, tied=True, frozen=True, fused=fused)
-        for text, routes in itertools.product(STRATEGIES, ROUTES):
-            (_, messages), (pulls, packed) = (way[routes.get("ranks_per_node")] for way in ways)
-            case = Case(specs, text, torch.bfloat16)
-            pull_plan, push_plan = case.plan(**routes), case.plan(gradients=True, **routes)
-            slices, results = case.empty_slices(), []
-            calls = count_all_to_alls(pull, pulls, pull_plan, case.shards_P, slices)
-            assert calls == sum(len(round_.hops) for round_ in pull_plan.rounds)
-            torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=text)
-            for link in (messages, packed, packed):
-                grads_P = [torch.full_like(grad, 0.3) for grad in case.empty_shards()]
-                push(link, push_plan, case.gradients(), grads_P)
-                results.append(grads_P)
-            torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, msg=text)
-            torch.testing.assert_close(results[0], results[2], rtol=0, atol=0, msg=text)
-            for round_ in push_plan.rounds:
-                for hop in round_.hops:
-                    side = pack_hop(hop, case.rank, 4)
-                    num_classes.add(tuple(len(addition.begins) for addition in side.additions))
-                    assert max(side.shards.numel, side.slices.numel) <= packed_elements(push_plan)
-    return num_classes
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_packed_rounds_give_the_same_bits():
-    classes = set().union(*run_distributed(check_packed_rounds, 4))
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_summed_by_classes_of_ranks_where_these_are_disjoint(fused):
+    specs = decoder_specs(5, NUM_LAYERS, tied=True, frozen=True, fused=fused)
+    classes = set()
+    for text, routes, rank in itertools.product(STRATEGIES, ROUTES, range(4)):
+        rank_buckets = strategy_buckets(specs, Strategy.parse(text), 4, NUM_LAYERS)
+        plan = plan_link(specs, rank_buckets, rank, gradients=True, **routes)
+        for hop in (hop for round_ in plan.rounds for hop in round_.hops):
+            side = buffers.pack_hop(hop, rank, 4)
+            classes.add(tuple(len(addition.begins) for addition in side.additions))
+            assert max(side.shards.numel, side.slices.numel) <= packed_elements(plan)
     assert (4,) in classes  # four ranks contribute the same blocks
     assert any(len(found) > 1 and max(found) > 1 for found in classes)  # disjoint classes
     assert any(len(found) > 2 and max(found) == 1 for found in classes)  # rank by rank
 
 
-def check_interleavings():
-    """Ranks begin and finish rounds at different times; the order of each is the same on all."""
-    by_node = links()
-    case = Case(decoder_specs(5, NUM_LAYERS, tied=True), "1x<1,2> + 2x<1,1>")
-    window = 1 + case.rank
-    for routes in ROUTES:
-        pull_link, push_link = by_node[routes.get("ranks_per_node")]
-        slices, grads_P = case.empty_slices(), case.empty_shards()
-        plan = case.plan(**routes)
-        order = range(len(plan.rounds))
-
-        def run(order, begin, window=window):
-            under_way = []
-            for index in order:
-                under_way.append(begin(index))
-                if len(under_way) == window:
-                    under_way.pop(0)()
-            for finish in under_way:
-                finish()
-
-        run(
-            order,
-            lambda i, p=plan, s=slices, link=pull_link: link.begin_pull(
-                p, i, case.shards_P, bucket_of(s, i)
-            ),
-        )
-        torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
-        push_plan, grads = case.plan(gradients=True, **routes), case.gradients()
-        run(
-            reversed(order),
-            lambda i, p=push_plan, g=grads, t=grads_P, link=push_link: link.begin_push(
-                p, i, bucket_of(g, i), t
-            ),
-        )
-        wanted = case.empty_shards()
-        push(push_link, push_plan, grads, wanted)
-        torch.testing.assert_close(grads_P, wanted, rtol=0, atol=0)
+BLOCKS = st.tuples(
+    *[st.integers(0, 2), st.integers(0, 12), st.integers(3, 5), *[st.integers(1, 3)] * 2]
+)
+"""(key, offset, stride, rows, cols): rows of a block do not reach into each other."""
 
 
-def check_independent_rounds_run_alone():
-    pull_link, _ = links()[2]
-    case = Case(decoder_specs(5, NUM_LAYERS, tied=True), "1x<1,2> + 2x<1,1>")
-    plan = case.plan(ranks_per_node=2, independent_rounds=True)
-    slices = case.empty_slices()
-    for index in reversed(range(len(plan.rounds))):
-        pull_link.begin_pull(plan, index, case.shards_P, bucket_of(slices, index))()
-    torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
+@given(st.lists(st.lists(BLOCKS, min_size=1, max_size=2), min_size=1, max_size=3))
+@settings(max_examples=300, deadline=None)
+def test_disjoint_blocks_are_told_from_those_that_share_an_element(tables):
+    elements = [
+        (key, offset + row * stride + col)
+        for key, offset, stride, rows, cols in (block for table in tables for block in table)
+        for row in range(rows)
+        for col in range(cols)
+    ]
+    found = buffers._are_disjoint([np.array(table) for table in tables])
+    assert found == (len(set(elements)) == len(elements))
 
 
-def check_tampered_plans():
-    """Rank 2 plans from another model, or has another part of the same plan: caught on every rank
-    before any exchange.
-    """
+def test_plans_that_differ_are_refused_before_any_exchange(monkeypatch):
+    """Rank 2 plans from another model, or has another part of the same plan."""
     strategy = Strategy.parse("1x<2,1> + 2x<1,1>")
-    case = Case(decoder_specs(5, NUM_LAYERS, tied=True), str(strategy))
-    good = (case.plan(), case.plan(gradients=True))
-    check_link_plans(strategy, good, torch.device("cpu"))
-    other = Case(decoder_specs(8, NUM_LAYERS, tied=True), str(strategy))
-    tampered = dataclasses.replace(good[1], rounds=good[1].rounds[:-1])
-    digest, part = (
-        "the link plan of the push of 1x<2,1> + 2x<1,1> has digest ",
-        "do not fit together",
-    )
-    for plan, said in ((other.plan(gradients=True), digest), (tampered, part)):
-        own = (good[0], plan) if case.rank == 2 else good
-        check = functools.partial(check_link_plans, strategy, own, torch.device("cpu"))
-        text = refused(check, PlanMismatchError)
-        assert said in text
-        where = "on rank 2 (1 of 4 ranks differ); nothing was exchanged."
-        assert (where if said == digest else "although their digests agree") in text
 
+    def plans_of(hidden):
+        specs = decoder_specs(hidden, NUM_LAYERS, tied=True)
+        rank_buckets = strategy_buckets(specs, strategy, 4, NUM_LAYERS)
+        pulls, pushes = (
+            [plan_link(specs, rank_buckets, rank, gradients=gradients) for rank in range(4)]
+            for gradients in (False, True)
+        )
+        return list(zip(pulls, pushes, strict=True))
 
-def check_links():
-    check_interleavings()
-    check_independent_rounds_run_alone()
-    check_tampered_plans()
-    for hidden, single_numel, fused in ((5, 8, False), (2, 1 << 15, False), (5, 8, True)):
-        check_all_routes(hidden, single_numel, fused)
+    def check(plans):
+        numbers = [[n for p in own for n in (p.digest, p.traffic_balance)] for own in plans]
+        gathered = torch.tensor(numbers, dtype=torch.int64)
+        monkeypatch.setattr(strategy_links, "gather_by_hosts", lambda *_: gathered)
+        strategy_links.check_link_plans(strategy, plans[0], torch.device("cpu"))
 
-
-@pytest.mark.distributed
-def test_pull_gives_slices_bit_by_bit_and_push_the_same_sums_twice():
-    """By every route; ranks may keep different numbers of rounds under way, and plans that differ
-    are caught.
-    """
-    run_distributed(check_links, 4)
+    good, other = plans_of(5), plans_of(8)
+    check(good)
+    pull, push = good[2]
+    part = dataclasses.replace(push, rounds=push.rounds[:-1])
+    with pytest.raises(PlanMismatchError) as caught:
+        check([*good[:2], (pull, other[2][1]), good[3]])
+    assert "the link plan of the push of 1x<2,1> + 2x<1,1> has digest " in str(caught.value)
+    assert "on rank 2 (1 of 4 ranks differ); nothing was exchanged." in str(caught.value)
+    with pytest.raises(PlanMismatchError, match="do not fit together although their digests agree"):
+        check([*good[:2], (pull, part), good[3]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -26,7 +27,7 @@ def spec_and_group(draw):
 
 
 @given(st.lists(spec_and_group(), min_size=1, max_size=3), st.integers(1, 7))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_blocks_of_all_shards_cover_a_slice_exactly_once(cases, num_ranks):
     specs = [spec for spec, _ in cases]
     table = ShardTable(specs, num_ranks)
@@ -81,9 +82,16 @@ def test_degree_that_cuts_a_head_is_refused_with_the_degrees_that_work():
         spec.slice_region(4, 0)
 
 
-def test_rowwise_bias_is_held_and_pushed_by_the_first_rank_only():
+def test_rowwise_bias_is_held_by_the_first_rank_only():
     spec = ParamSpec(fqn="b", shape=(7,), slicing=Slicing.FIRST_RANK)
     assert spec.slice_region(2, 0).numel == 7
     assert spec.slice_region(2, 1).numel == 0
     assert spec.slice_shape(spec.slice_region(2, 1)) == (7,)
-    assert [spec.pushes_gradient(t) for t in range(2)] == [True, False]
+
+
+def test_replicas_with_complete_gradients_are_pushed_once():
+    alone = {Slicing.REPLICATED, Slicing.FIRST_RANK}
+    for slicing in Slicing:
+        spec = ParamSpec(fqn="p", shape=(8, 8), slicing=slicing)
+        assert [spec.pushes_gradient(t) for t in range(3)] == [True] + [slicing not in alone] * 2
+        assert not dataclasses.replace(spec, requires_grad=False).pushes_gradient(0)

@@ -36,12 +36,6 @@ rows_ms = st.lists(st.floats(0.1, 50), min_size=1, max_size=8)
 times_ms = st.floats(0, 60)
 
 
-def test_an_example_worked_by_hand():
-    row = np.array([3.0])
-    assert linked_ms(row, 1, 1 / 3, 2.0, 4.0, 10) == pytest.approx(6.3)
-    assert linked_ms(row, 1, 1 / 3, 2.0, 4.0, 0) == pytest.approx(9.0)
-
-
 @settings(max_examples=80, deadline=None)
 @given(rows_ms, st.sampled_from([1, 2, 4]), times_ms, times_ms, st.booleans())
 def test_the_planner_counts_what_the_simulation_shows(rows, num_stages, pull_ms, push_ms, overlap):
@@ -126,24 +120,6 @@ def test_the_strategy_whose_iteration_is_shortest_wins(lengths, times, overlap):
     simulation = simulate_plan(plan, LAYERED, links_of=table.get, overlap=overlap)
     assert time_ms == pytest.approx(simulation.push_end_ms)
     assert plan.makespan_ms == pytest.approx(simulation.propagation_ms)
-
-
-def test_a_strategy_that_is_a_little_faster_loses_for_a_long_pull():
-    lengths = [18, 17, 15, 12, 9, 7, 5, 3]
-    fast, slow = sorted(
-        parse_strategies(["4x<2,1>", "2x<4,1>"]),
-        key=lambda s: run(lengths, [s], with_links({}))[0].makespan_ms,
-    )
-    assert run(lengths, [slow, fast], with_links({}))[0].strategy == fast
-    heavy = {
-        fast: LinkTimes(pull_ms=500.0, push_ms=500.0),
-        slow: LinkTimes(pull_ms=1.0, push_ms=1.0),
-    }
-    plan, _ = run(lengths, [slow, fast], with_links(heavy))
-    assert plan.strategy == slow
-    assert plan == run(lengths, [slow], with_links({}))[0], (
-        "links choose, and change nothing of the plan"
-    )
 
 
 def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():

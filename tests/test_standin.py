@@ -28,8 +28,8 @@ DENSE = (
 )
 EXPERTS = tuple(f"parity:{family}" for family in MIXTURES_OF_EXPERTS)
 ITERATIONS = (
-    "iteration", "times_of_the_step", "collectives", "device_wide_synchronise", "waits_of_phases",
-    "norm_of_the_step", "who_posts", "rows_ahead", "late_reports", "parity_of_full_allocators:llama",
+    "iteration", "times_of_the_step", "device_wide_synchronise", "waits_of_phases", "late_reports",
+    "parity_of_full_allocators:llama",
     # Faults put in on purpose, last
     "without_the_wait_for_slices", "tensors_of_the_cpu", "a_block_freed_early", "items", "memory_between_messages",
     "swapped_calls",
@@ -147,13 +147,6 @@ def test_phases_follow_each_other_without_a_wait_for_the_device():
             assert not waits[1]["num_races"], waits[1]["races"]
 
 
-def test_deepspeed_steps_with_norms_that_were_taken_before():
-    for rank in run_checks(2, ITERATIONS):
-        of_step, of_gradients, num_tensors = rank["norm_of_the_step"]
-        assert of_step == pytest.approx(of_gradients, rel=1e-6)
-        assert num_tensors <= 2
-
-
 def test_few_kernels_are_launched_for_pull_and_push():
     for size, text, found in iterations():
         num_buckets = {"small": 4, "large": 8}[size] + 2
@@ -185,12 +178,6 @@ def test_an_iteration_is_reported_during_the_next_one_and_none_is_lost():
             assert found["lines"] == [[], [0], [0, 1], [0, 1, 2]]
 
 
-def test_ranks_call_the_same_collectives():
-    first, second = (rank["collectives"] for rank in run_checks(2, ITERATIONS))
-    assert first == second
-    assert sum(map(len, first)) > 20
-
-
 def test_launches_that_wait_for_the_device_do_not_hang():
     """cuBLAS waits for it where it first uses a kernel: any product may, and any allocation."""
     ranks = [rank["device_wide_synchronise"] for rank in run_checks(2, ITERATIONS)]
@@ -205,12 +192,6 @@ def test_pipelines_do_not_hang_where_allocators_wait_for_the_device():
     for rank in run_checks(2, ITERATIONS):
         check_parity(rank["parity_of_full_allocators:llama"], 2)
         assert not rank["parity_of_full_allocators:llama"]["hangs"]
-
-
-def test_one_thread_of_a_rank_posts():
-    """The one that computes, whose order all ranks have."""
-    for rank in run_checks(2, ITERATIONS):
-        assert rank["who_posts"] == [["computing"]] * 5
 
 
 def test_faults_are_seen():
@@ -279,16 +260,6 @@ def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_l
         # No MaxLen below what an iteration has: its tokens, in sequences of the context
         assert found["tokens"] * found["num_micro_batches"] == 4096
         assert found["longest"] == 64
-
-
-def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
-    for rank in run_checks(2, ITERATIONS):
-        found = rank["rows_ahead"]
-        assert found["losses"] == pytest.approx(found["wanted"], rel=1e-6)
-        assert found["fetchers"][:4] == [["main"], ["beside"], ["beside"], ["beside"]]
-        assert found["failed"][0] == 3  # the iteration that has the row, not the one before
-        assert "bad block" in found["failed"][1]
-        assert found["num_races"] == 0, found["races"]
 
 
 @nightly

@@ -22,8 +22,7 @@ def window_of(num_kept, num_layers, first_trained):
 
 
 def plan_gathered(window, num_buckets, counts):
-    options = {"training": True, "pushes": True, "overlap": True}
-    return plan_transfers(window, num_buckets, num_buckets, counts, **options)
+    return plan_transfers(window, num_buckets, num_buckets, counts, training=True, pushes=True)
 
 
 @given(num_micro_batches, num_layers, first_trained, num_kept)
@@ -121,15 +120,12 @@ def carry_out(schedule, *, is_early):
     return pushed
 
 
-@given(st.integers(1, 9), st.data(), st.booleans())
-def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there(
-    num_rounds, data, overlap
-):
+@given(st.integers(1, 9), st.data())
+def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there(num_rounds, data):
     num_buckets = data.draw(st.integers(0, num_rounds))
 
     def plan_kept(*, pushes):
-        options = {"training": True, "pushes": pushes, "overlap": overlap}
-        return plan_transfers(Window(), num_buckets, num_rounds, [1], **options)
+        return plan_transfers(Window(), num_buckets, num_rounds, [1], training=True, pushes=pushes)
 
     schedule = plan_kept(pushes=True)
     pulls, pushes = schedule.transfers[:num_rounds], schedule.transfers[num_rounds:]
@@ -141,7 +137,7 @@ def test_kept_weights_are_pulled_first_and_pushed_when_their_gradients_are_there
         (EventKind.PUSH, bucket) for bucket in reversed(range(num_rounds))
     ]
     for push in pushes:
-        if not overlap or not num_buckets:
+        if not num_buckets:
             assert push.after == schedule.end
         else:
             assert push.after == min(push.bucket, num_buckets - 1)

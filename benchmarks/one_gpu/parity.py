@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +25,6 @@ from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import skip, tell, trying
 from ds_hydra.engine.model import attention_contract, attention_cudnn
 from ds_hydra.engine.model.attention_contract import LONG_TOKENS
-from ds_hydra.engine.transfer import link_thread
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
@@ -209,27 +207,6 @@ def _count_waits(engine: Any, examples: Examples) -> None:
     tell(case, found, wanted="at most 3, none for each micro-batch", is_well=len(places) <= 3)
 
 
-def look_for_races() -> None:
-    """Let the sanitizer, which TORCH_CUDA_SANITIZER=1 switches on in this thread, see the link's
-    thread, too, one launch at a time: it numbers launches without a lock.
-    """
-    from torch.cuda import _sanitizer
-
-    handler, lock = _sanitizer.cuda_sanitizer.dispatch.event_handler, threading.Lock()
-    handle, serve = handler._handle_kernel_launch, link_thread.LinkThread._serve
-
-    def locked(*arguments: Any) -> Any:
-        with lock:
-            return handle(*arguments)
-
-    def seen(self: Any) -> None:
-        with _sanitizer.cuda_sanitizer.dispatch:
-            serve(self)
-
-    handler._handle_kernel_launch = locked
-    link_thread.LinkThread._serve = seen
-
-
 def cases_of(world: int) -> Iterator[tuple[str, str, Sequence[str], dict[str, Any]]]:
     """Fewer on CPU ranks, where other tests have all of them."""
     for case in CASES[world]:
@@ -242,13 +219,10 @@ def cases_of(world: int) -> Iterator[tuple[str, str, Sequence[str], dict[str, An
 
 
 def main() -> None:
-    races = "--races" in sys.argv
-    if races:
-        look_for_races()
     device = join()
     torch.backends.cuda.matmul.allow_tf32 = False
     world = dist.get_world_size()
-    if races:
+    if "--races" in sys.argv:  # under TORCH_CUDA_SANITIZER=1
         check(("llama", "bf16", SHORT, {}), device)
         return
     for case in cases_of(world):

@@ -87,7 +87,7 @@ def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
     return Step(name=name, arguments=words, **options)
 
 
-_THREADS = ("ds_hydra/environment.py", "ds_hydra/engine/transfer/link_thread.py")
+_THREADS = ("ds_hydra/environment.py",)
 _ATTENTION = ("ds_hydra/engine/model/attention*.py",)
 _ORDERS = (
     "ds_hydra/engine/propagation.py", "ds_hydra/engine/transfer/*.py", "ds_hydra/engine/parallel/*.py",

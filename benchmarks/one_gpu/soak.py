@@ -136,7 +136,7 @@ def make_late(late: Lateness, *, between_messages: bool) -> None:
     late.around(TransferSession, "enter")
     late.around(TransferSession, "finish")
     late.around(LinkCarrier, "begin")
-    late.around(Link, "_post_packed", after=True)
+    late.around(Link, "_post", after=True)
     for name in ("receive_activation", "receive_gradient"):  # before one is between a send and it
         late.around(PipelineStage, name, before=between_messages, after=True)
     if between_messages:
@@ -221,12 +221,12 @@ def main() -> None:
             def unpack(link, posted, *rest):
                 if unlucky.random() > 0.1:
                     return plain(link, posted, *rest)
-                posted.wait()
+                posted.work.wait()
                 return link._give_back(posted)
 
             return unpack
 
-        Link._unpack, Link._unpack_all = forgetful(Link._unpack), forgetful(Link._unpack_all)
+        Link._unpack = forgetful(Link._unpack)
     draw = random.Random(options.seed)  # equal on all ranks
     end, number, worst = time.perf_counter() + options.seconds, 0, (0.0, "")
     slowest, tolerance = (0.0, ""), 2e-2 if dtype == torch.bfloat16 else 1e-4

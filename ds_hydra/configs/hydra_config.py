@@ -256,10 +256,10 @@ class LinkConfig(_Section):
     """
 
     overlap: bool = True
-    """Whether pull and push run beside computation, by a thread on CPU ranks, in a stream on
-    accelerators; false only to compare or debug. Off, with a warning, on CUDA devices that started
-    without what it needs (`CUDA_DEVICE_MAX_CONNECTIONS=32`, `CUDA_MODULE_LOADING=EAGER`; `import
-    ds_hydra` sets them).
+    """Whether pull and push run beside computation, in a stream of accelerators; false only to
+    compare or debug. Off on CPU ranks, and, with a warning, on CUDA devices that started without
+    what it needs (`CUDA_DEVICE_MAX_CONNECTIONS=32`, `CUDA_MODULE_LOADING=EAGER`; `import ds_hydra`
+    sets them).
     """
 
     _gradient_dtype: Literal["fp32", "bf16"] = PrivateAttr("fp32")

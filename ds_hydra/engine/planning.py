@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
@@ -38,7 +38,6 @@ from ds_hydra.engine.ranks.agreement import (
     run_together,
 )
 from ds_hydra.engine.ranks.watchdog import CALL_BYTES, call_together
-from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import LOOKAHEAD, BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
@@ -533,7 +532,7 @@ class RowPrefetcher:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._thread = LinkThread(overlap=True)
+        self._thread = ThreadPoolExecutor(1, "ds_hydra-rows")
         self._next_plan: tuple[int, Mapping[str, Any]] | None = None
         """The next iteration and its document, until `prefetch`."""
         self._prefetched: _Prefetched | None = None
@@ -568,7 +567,7 @@ class RowPrefetcher:
 
     def close(self) -> None:
         """End the thread; not collective."""
-        self._thread.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Prefetched(NamedTuple):

@@ -164,7 +164,7 @@ class Propagator:
         """Scores and losses are those of the logits divided by it."""
 
     def close(self) -> None:
-        """End the link's thread and destroy the process groups; not collective."""
+        """Let go of weights and destroy the process groups; not collective."""
         self.links.close()
         self.groups.destroy()
 

@@ -23,7 +23,6 @@ from ds_hydra.engine.ranks.hosts import (
     warn_of_placement,
 )
 from ds_hydra.engine.telemetry.trace import DeviceClock, Recorder
-from ds_hydra.engine.transfer.link_thread import LinkThread
 from ds_hydra.engine.transfer.schedule import Window, plan_transfers
 from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
 from ds_hydra.engine.transfer.stage_weights import SlicePool, StageWeights
@@ -90,20 +89,15 @@ class StrategyLinks:
             mine["push"], device, self._gradient_dtype, self.buffers, mine.get("push_node")
         )
         self.recorder = Recorder(DeviceClock(device))
-        self.thread = LinkThread(overlap=config.overlap)
+        self.overlap = config.overlap
         self._links: dict[Hashable, StrategyLink] = {}
         self._kept: StageWeights | None = None
         """Weights of the last passes, if these have not failed, and their key."""
         self._key_of_kept: Hashable = None
 
     def close(self) -> None:
-        """End the link's thread; not collective."""
-        self.thread.close()
+        """Let go of the last iteration's weights; not collective."""
         self._kept = None
-
-    def weight_addresses(self) -> set[int]:
-        """Addresses of storages with weights or their gradients. Not collective."""
-        return self.pool.addresses()
 
     def link_for(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
@@ -160,7 +154,6 @@ class StrategyLinks:
             [max(len(p.micro_batches) for p in phase.plan.pipelines) for phase in phases],
             training=training,
             pushes=grads_P is not None,
-            overlap=self.thread.overlap,
         )
         weights = self._weights(link.buckets, window, training=training)
         carrier = LinkCarrier(
@@ -171,7 +164,7 @@ class StrategyLinks:
             weights,
             pull_again=link.pull_again,
         )
-        return TransferSession(self.thread, self.recorder, schedule, carrier, weights)
+        return TransferSession(self.recorder, schedule, carrier, weights, overlap=self.overlap)
 
     def keep_for_reuse(self, weights: StageWeights) -> None:
         """All passes on `weights` are over, and nothing of them is under way."""

@@ -2,9 +2,9 @@
 empty a buffer, and buffers that outlive their round.
 
 [Note: One all-to-all]
-On an accelerator the host pays for every message and every copy, beside kernel launches of the same
-interpreter. So all that goes to a rank in one hop lies together in one buffer, and blocks that lie
-alike for consecutive ranks are one copy.
+The host pays for every message and every copy, beside kernel launches of the same interpreter. So
+all that goes to a rank in one hop lies together in one buffer, and blocks that lie alike for
+consecutive ranks are one copy. CPU ranks do the same.
 
 [Note: Sums in packed buffers]
 Owners add what arrives in the order of ranks. Where ranks that contribute the same blocks
@@ -26,38 +26,12 @@ from torch import Tensor
 
 from ds_hydra.zero_link.layout import (
     ALIGNMENT_BYTES,
-    SINGLE_NUMEL,
     Batch,
     Hop,
     IntArray,
-    Message,
     Store,
     StridedBlock,
 )
-
-
-def places_in(buffer: Tensor, message: Message) -> Iterable[tuple[StridedBlock, Tensor]]:
-    """Each piece of `message` and its [rows, cols] place in the packed `buffer`."""
-    begin = 0
-    for piece in message:
-        yield piece, buffer[begin : begin + piece.numel].view(piece.rows, piece.cols)
-        begin += piece.numel
-
-
-def message_numel(message: Message) -> int:
-    """Elements of a message."""
-    return sum(piece.numel for piece in message)
-
-
-def is_one_run(message: Message) -> bool:
-    """Whether `message` is one contiguous block, which needs no buffer."""
-    return len(message) == 1 and message[0].numel >= SINGLE_NUMEL and message[0].is_run
-
-
-def cut_off(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-    """The place of `message` at the beginning of `space`, and the rest."""
-    numel = message_numel(message)
-    return space[:numel], space[numel:]
 
 
 @dataclass(frozen=True, slots=True)

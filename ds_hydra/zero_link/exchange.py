@@ -1,10 +1,5 @@
-"""Carries out link plans: posts the messages of each round, copies elements that need a copy.
-Decides nothing.
-
-Between CPU ranks a block that is contiguous travels straight from shard to slice (or from gradient
-to the owner's buffer); what is strided or small goes through a packed buffer, which is packed once
-however many ranks it is sent to. On an accelerator each hop of a round is one all-to-all of
-packed buffers: under node-aware routes one across nodes, then one inside them.
+"""Carries out link plans: packs the elements of each hop, posts one all-to-all, unpacks or adds.
+Decides nothing. Under node-aware routes a round has two hops, one across nodes and one inside them.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat
 slices.
@@ -13,7 +8,7 @@ slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,33 +20,23 @@ from ds_hydra.zero_link.buffers import (
     PackedBuffer,
     PackedHop,
     Stores,
-    cut_off,
-    is_one_run,
-    message_numel,
     pack_hop,
     packed_views,
-    places_in,
     run_pairs,
     stored_views,
 )
-from ds_hydra.zero_link.layout import STAYS, Batch, Hop, LinkPlan, Message, Round
+from ds_hydra.zero_link.layout import STAYS, Hop, LinkPlan, Round
 
 _FEW = 2
 """Contributions to a block that are added where the sum belongs."""
 
 
-@dataclass(slots=True)
-class _Posted:
-    """Messages under way; their buffers must live until all work is done."""
+class _Posted(NamedTuple):
+    """An all-to-all under way; its buffers must live until it is done."""
 
-    works: list[dist.Work] = field(default_factory=list)
-    received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
-    """(peer, batch, message, packed buffer) of messages that did not arrive in their place."""
-    buffers: list[Tensor] = field(default_factory=list)
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+    work: dist.Work
+    outgoing: Tensor
+    incoming: Tensor
 
 
 RoundUnderWay = Callable[[], None]
@@ -81,17 +66,13 @@ class Link:
         gradient_dtype: torch.dtype = torch.float32,
         buffers: ExchangeBuffers | None = None,
         node_group: dist.ProcessGroup | None = None,
-        packs: bool | None = None,
     ):
         """`buffers` may be shared by links that one thread runs one after the other.
 
         `node_group` carries the second hop of node-aware plans: ranks of this rank's node, in
         order. One hop is posted when a round begins, the other one when it is finished: with a
         group of its own the order of neither depends on how many rounds were begun before.
-        `packs`: one all-to-all for each hop of a round; by default on accelerators, where the host
-        would pay for every message.
         """
-        self._packs = device.type != "cpu" if packs is None else packs
         self._packed: dict[int, tuple[Round, tuple[PackedHop, ...]]] = {}
         self._groups = (group, group if node_group is None else node_group)
         self._members = tuple(_members(group) for group in self._groups)
@@ -122,39 +103,24 @@ class Link:
         plan with nodes needs its rounds in ascending order, unless it was planned with
         `independent_rounds`.
         """
-        round_ = plan.rounds[index]
+        round_, packed = plan.rounds[index], self._pack(plan, index)
         dtype = shards_P[0].dtype
         stores = Stores(dtype, shards_P, slices_S, self._relayed)
         if round_.relayed_numel and round_.relayed_until != STAYS:
             # Stays after this round: a cell crosses nodes once, and later rounds read it here.
             self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
-        packed = self._pack(plan, index)
-
         def post(number: int) -> _Posted:
-            hop = round_.hops[number]
-            if packed is not None:
-                side = packed[number]
-                return self._post_packed(side.shards, side.slices, stores, dtype, number)
-            posted = self._post(hop.outgoing, hop.incoming, stores, dtype, number, in_place=True)
-            # After the messages, which are on the wire while this copies.
-            owned, needed = stores.local_views(hop)
-            run_pairs(needed, owned)
-            return posted
-
-        def take(number: int, posted: _Posted) -> None:
-            if packed is not None:
-                self._unpack_all(posted, packed[number], round_.hops[number], stores)
-            else:
-                self._unpack(posted, stores)
+            side = packed[number]
+            return self._post(side.shards, side.slices, stores, dtype, number)
 
         posted = post(0)
 
         def finish() -> None:
-            take(0, posted)
+            self._unpack(posted, packed[0], round_.hops[0], stores)
             # Not posted before: the second hop sends on what the first one has brought.
-            for number in range(1, len(round_.hops)):
-                take(number, post(number))
+            for number in range(1, len(packed)):
+                self._unpack(post(number), packed[number], round_.hops[number], stores)
             for first in [r for r in self._relayed if plan.rounds[r].relayed_until == index]:
                 self._buffers.give_back(self._relayed.pop(first))
 
@@ -169,9 +135,8 @@ class Link:
         `grads_S` must stay as they are and `grads_P` hold the sum only after `finish`. A plan with
         nodes needs its rounds in descending order, unless it was planned with `independent_rounds`.
         """
-        round_ = plan.rounds[index]
+        packed = self._pack(plan, index)
         stores = Stores(torch.float32, grads_P, grads_S, self._relayed)
-        packed, dtype = self._pack(plan, index), self._gradient_dtype
         # Sums that several rounds add to are in the memory of the first one, the last of a push.
         for first, other in enumerate(plan.rounds[: index + 1]):
             if other.relayed_numel and other.relayed_until >= index and first not in self._relayed:
@@ -179,27 +144,17 @@ class Link:
                 self._relayed[first] = sums.zero_()
 
         def post(number: int) -> _Posted:
-            hop = round_.hops[number]
-            if packed is not None:
-                side = packed[number]
-                return self._post_packed(side.slices, side.shards, stores, dtype, number)
-            # Not in place: an owner adds what arrives to what is there.
-            return self._post(hop.incoming, hop.outgoing, stores, dtype, number, in_place=False)
+            side = packed[number]
+            return self._post(side.slices, side.shards, stores, self._gradient_dtype, number)
 
-        def add(number: int, posted: _Posted) -> None:
-            if packed is not None:
-                self._add_all(posted, packed[number], stores)
-            else:
-                self._accumulate(plan.rank, round_.hops[number], posted, stores)
-
-        *earlier, last = range(len(round_.hops))
+        *earlier, last = range(len(packed))
         posted = post(last)
 
         def finish() -> None:
-            add(last, posted)
+            self._add(posted, packed[last], stores)
             # The node's sums are complete now, and go on to the ranks that own them.
             for number in reversed(earlier):
-                add(number, post(number))
+                self._add(post(number), packed[number], stores)
             if index in self._relayed:
                 self._buffers.give_back(self._relayed.pop(index))
 
@@ -220,17 +175,15 @@ class Link:
         """
         self._relayed.clear()
 
-    def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedHop, ...] | None:
-        """Packing of the hops of round `index`, planned once; None where messages travel alone."""
-        if not self._packs:
-            return None
+    def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedHop, ...]:
+        """Packing of the hops of round `index`, planned once."""
         round_ = plan.rounds[index]
         if id(round_) not in self._packed:  # which stays alive with its entry
             packed = tuple(pack_hop(hop, plan.rank, plan.num_ranks) for hop in round_.hops)
             self._packed[id(round_)] = round_, packed
         return self._packed[id(round_)][1]
 
-    def _post_packed(
+    def _post(
         self,
         send: PackedBuffer,
         receive: PackedBuffer,
@@ -248,24 +201,23 @@ class Link:
             group=self._groups[hop],
             async_op=True,
         )
-        return _Posted(works=[work], buffers=[outgoing, incoming])
+        return _Posted(work, outgoing, incoming)
 
-    def _unpack_all(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
+    def _unpack(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
         """Copy received elements, and own ones that this rank needs, in as few kernels as
         possible.
         """
-        posted.wait()
-        _, incoming = posted.buffers
+        posted.work.wait()
         copies = packed.slices.copies
         owned, needed = stores.local_views(hop)
-        targets, sources = stored_views(stores, copies), packed_views(incoming, copies)
+        targets, sources = stored_views(stores, copies), packed_views(posted.incoming, copies)
         run_pairs(targets + needed, sources + owned)
         self._give_back(posted)
 
-    def _add_all(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
+    def _add(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
         """See [Note: Sums in packed buffers]."""
-        posted.wait()
-        _, incoming = posted.buffers
+        posted.work.wait()
+        incoming = posted.incoming
         for addition in packed.additions:
             if self._adds_in_place(addition):
                 self._add_in_place(addition, incoming, stores)
@@ -305,110 +257,6 @@ class Link:
             )
             run_pairs(targets, sources, torch._foreach_add_)
 
-    def _post(
-        self,
-        send: Sequence[Batch],
-        receive: Sequence[Batch],
-        stores: Stores,
-        dtype: torch.dtype,
-        hop: int,
-        *,
-        in_place: bool,
-    ) -> _Posted:
-        """Post all messages of a hop; with `in_place` contiguous blocks are received where they
-        belong.
-        """
-        posted = _Posted()
-        operations: list[dist.P2POp] = []
-
-        def stays(_: Batch, message: Message) -> bool:
-            return in_place and is_one_run(message)
-
-        space = self._take(posted, receive, stays, dtype)
-        for batch in receive:
-            for message in batch.messages:  # in the order in which they are sent
-                for peer in batch.peers:
-                    if stays(batch, message):
-                        # Of one run `flatten` is a view: the message lands in the slice itself.
-                        target = stores.view(batch, message[0]).flatten()
-                    else:
-                        target, space = cut_off(space, message)
-                        posted.received.append((peer, batch, message, target))
-                    operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[hop]))
-
-        def is_sent_from_its_place(batch: Batch, message: Message) -> bool:
-            if not is_one_run(message):
-                return False
-            # Gradients that travel in 16 bits are cast on their way into the buffer.
-            return stores.tensor(batch.store, message[0].key).dtype == dtype
-
-        space = self._take(posted, send, is_sent_from_its_place, dtype, once=True)
-        for batch in send:
-            for message in batch.messages:
-                if is_sent_from_its_place(batch, message):
-                    source = stores.view(batch, message[0]).flatten()
-                else:
-                    source, space = cut_off(space, message)
-                    for piece, place in places_in(source, message):
-                        place.copy_(stores.view(batch, piece))
-                for peer in batch.peers:
-                    operations.append(dist.P2POp(dist.isend, source, peer, self._groups[hop]))
-        if operations:
-            # One batch: sends and receives one by one would have to be in an order that suits all
-            # ranks.
-            posted.works = dist.batch_isend_irecv(operations)
-        return posted
-
-    def _take(
-        self,
-        posted: _Posted,
-        batches: Sequence[Batch],
-        needs_none: Callable[[Batch, Message], bool],
-        dtype: torch.dtype,
-        *,
-        once: bool = False,
-    ) -> Tensor:
-        """One buffer for all messages that need a place, `once` for all peers or one place for
-        each.
-        """
-        numel = sum(
-            message_numel(message) * (1 if once else len(batch.peers))
-            for batch in batches
-            for message in batch.messages
-            if not needs_none(batch, message)
-        )
-        buffer = self._buffers.take(numel, dtype)
-        posted.buffers.append(buffer)
-        return buffer
-
-    def _unpack(self, posted: _Posted, stores: Stores) -> None:
-        """Wait, and copy messages that did not arrive in their place."""
-        posted.wait()
-        for _, batch, message, buffer in posted.received:
-            for piece, place in places_in(buffer, message):
-                stores.view(batch, piece).copy_(place)
-        self._give_back(posted)
-
-    def _accumulate(self, rank: int, hop: Hop, posted: _Posted, stores: Stores) -> None:
-        """Wait, and sum contributions in the order of ranks: lower ones, this rank's, higher
-        ones.
-        """
-        posted.wait()
-        # Stable: messages stay in order
-        received = sorted(posted.received, key=lambda entry: entry[0])
-
-        def add(is_wanted: Callable[[int], bool]) -> None:
-            for peer, batch, message, buffer in received:
-                if is_wanted(peer):
-                    for piece, place in places_in(buffer, message):
-                        stores.view(batch, piece).add_(place)
-
-        add(lambda peer: peer < rank)
-        for owned, contributed in zip(*stores.local_views(hop), strict=True):
-            owned.add_(contributed)
-        add(lambda peer: peer > rank)
-        self._give_back(posted)
-
     def _give_back(self, posted: _Posted) -> None:
-        for buffer in posted.buffers:
+        for buffer in (posted.outgoing, posted.incoming):
             self._buffers.give_back(buffer)

@@ -1,5 +1,5 @@
 """Regions of parameters that each rank holds, in the two layouts that a link connects. Their
-transfers are values: blocks, messages, rounds, and the plan of one rank.
+transfers are values: blocks, batches, rounds, and the plan of one rank.
 
 [Note: Two layouts]
 A parameter is seen as a row-major matrix [rows, cols]; a vector of n elements is [n, 1].
@@ -23,7 +23,6 @@ are fewer blocks than ranks (grouped-query attention) neighbouring ranks hold th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -325,11 +324,6 @@ class ShardTable:
 ALIGNMENT_BYTES = 64
 """Packed buffers begin at multiples of it."""
 
-SINGLE_NUMEL = 1 << 15
-"""Blocks of this many elements travel alone, without a copy where memory allows; smaller ones are
-packed.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
@@ -368,22 +362,9 @@ class StridedBlock(NamedTuple):
     rows: int
     cols: int
 
-    @property
-    def numel(self) -> int:
-        """Elements of the block."""
-        return self.rows * self.cols
-
-    @property
-    def is_run(self) -> bool:
-        """Whether the block is contiguous."""
-        return self.rows == 1 or self.stride == self.cols
-
 
 STAYS = 1 << 62
 """Number of a round after every round of a plan."""
-
-Message = tuple[StridedBlock, ...]
-"""Blocks that travel together: one large one, or all small ones of a batch, in order."""
 
 
 # No slots: cached properties live in the dict of an object.
@@ -407,20 +388,10 @@ class Batch:
         """The blocks in order."""
         return tuple(map(StridedBlock._make, self.table.tolist()))
 
-    @cached_property
-    def messages(self) -> tuple[Message, ...]:
-        """Messages for each peer; both ends cut them alike, because a block has the same size on
-        both.
-        """
-        # Only order tells the messages between two ranks apart, so both ends cut in this one.
-        alone = [(piece,) for piece in self.pieces if piece.numel >= SINGLE_NUMEL]
-        packed = tuple(piece for piece in self.pieces if piece.numel < SINGLE_NUMEL)
-        return (*alone, packed) if packed else tuple(alone)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """Messages that do not wait for each other, as a pull sees them; a push swaps `outgoing` and
+    """Batches that do not wait for each other, as a pull sees them; a push swaps `outgoing` and
     `incoming`.
 
     `local` pairs need no wire.
@@ -453,34 +424,9 @@ class LinkPlan:
 
     rank: int
     num_ranks: int
-    ranks_per_node: int | None
     gradients: bool
     digest: int
     rounds: tuple[Round, ...]
-
-    @cached_property
-    def sent_elements(self) -> Counter[int]:
-        """Elements that leave this rank over the wire in a pull, for each rank they go to."""
-        return self._count(hop.outgoing for round_ in self.rounds for hop in round_.hops)
-
-    @cached_property
-    def received_elements(self) -> Counter[int]:
-        """Elements that arrive over the wire in a pull, for each rank they come from."""
-        return self._count(hop.incoming for round_ in self.rounds for hop in round_.hops)
-
-    @cached_property
-    def local_elements(self) -> int:
-        """Elements copied inside this rank."""
-        return sum(a.numel for round_ in self.rounds for hop in round_.hops for a, _ in hop.local)
-
-    @cached_property
-    def relayed_elements(self) -> int:
-        """The most elements of other nodes that are relayed on this rank at once."""
-        held = [0] * len(self.rounds)
-        for begin, round_ in enumerate(self.rounds):
-            for at in range(begin, min(round_.relayed_until + 1, len(held))):
-                held[at] += round_.relayed_numel
-        return max(held, default=0)
 
     @cached_property
     def traffic_balance(self) -> int:
@@ -500,31 +446,6 @@ class LinkPlan:
                             total += sign * _fingerprint(number, step, *pair, *sizes)
         # In the range of int64: ranks send it in such a tensor, and add it up modulo 2^64.
         return (total + (1 << 63)) % (1 << 64) - (1 << 63)
-
-    def _count(self, groups: Iterable[Iterable[Batch]]) -> Counter[int]:
-        counts = Counter[int]()
-        for batches in groups:
-            for batch in batches:
-                counts.update(dict.fromkeys(batch.peers, batch.numel))
-        return counts
-
-    def __str__(self) -> str:
-        routes = f"nodes of {self.ranks_per_node} ranks" if self.ranks_per_node else "direct routes"
-        names = ("from", "to") if self.gradients else ("to", "from")
-        lines = [
-            f"{'push' if self.gradients else 'pull'} of rank {self.rank} of {self.num_ranks}, {routes}, "
-            f"{len(self.rounds)} rounds, digest {self.digest:016x}; elements",
-            f"{'rank':>6} {names[0]:>14} {names[1]:>14}",
-        ]
-        for peer in sorted({*self.sent_elements, *self.received_elements}):
-            sent, received = self.sent_elements[peer], self.received_elements[peer]
-            lines.append(f"{peer:>6} {sent:>14,} {received:>14,}")
-        sent, received = self.sent_elements.total(), self.received_elements.total()
-        lines.append(f"{'all':>6} {sent:>14,} {received:>14,}")
-        lines.append(
-            f"{self.local_elements:,} copied on this rank, {self.relayed_elements:,} relayed for its node"
-        )
-        return "\n".join(lines)
 
 
 def _fingerprint(*numbers: int) -> int:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -44,13 +44,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.zero_link import layout
 from ds_hydra.zero_link.layout import (
     STAYS,
     Batch,
     Blocks,
     Bucket,
-    BucketEntry,
     Hop,
     IntArray,
     LinkPlan,
@@ -82,26 +80,20 @@ class BucketRequests:
     each of `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
     """
 
-    def __init__(self, buckets: Sequence[tuple[tuple[int, BucketEntry], ...]], ids: IntArray):
-        self.buckets = buckets
-        self.ids = ids
-        self.num_ranks, self.num_rounds = ids.shape
-
-    @classmethod
-    def of(cls, rank_buckets: Sequence[RankBuckets], gradients: bool) -> BucketRequests:
+    def __init__(self, rank_buckets: Sequence[RankBuckets], *, gradients: bool):
         """Find the distinct buckets of all ranks; with `gradients` only the slices that push."""
+        self.num_ranks = len(rank_buckets)
+        self.num_rounds = max(map(len, rank_buckets), default=0)
+        self.ids = np.full((self.num_ranks, self.num_rounds), -1, dtype=np.int64)
         by_value: dict[Bucket, int] = {}
         by_object: dict[int, int] = {}
-        ids = np.full(
-            (len(rank_buckets), max(map(len, rank_buckets), default=0)), -1, dtype=np.int64
-        )
         for rank, buckets in enumerate(rank_buckets):
             for index, bucket in enumerate(buckets):
                 known = by_object.get(id(bucket))
                 if known is None:  # hashing a bucket is dear: once for each object
                     known = by_object[id(bucket)] = by_value.setdefault(bucket, len(by_value))
-                ids[rank, index] = known
-        kept = [
+                self.ids[rank, index] = known
+        self.buckets = [
             tuple(
                 (slot, ref)
                 # Numbered before any is left out: a slot is a place in the whole bucket.
@@ -110,15 +102,6 @@ class BucketRequests:
             )
             for bucket in by_value
         ]
-        return cls(kept, ids)
-
-    def peers_by_bucket(self, index: int, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Ranks among `ranks` that ask for each distinct bucket of round `index`."""
-        groups: dict[int, list[int]] = {}
-        for rank, bucket in zip(ranks, self.ids[list(ranks), index].tolist()):
-            if bucket >= 0 and self.buckets[bucket]:
-                groups.setdefault(bucket, []).append(rank)
-        return {bucket: tuple(members) for bucket, members in groups.items()}
 
 
 class Requests(NamedTuple):
@@ -200,8 +183,10 @@ class DirectPlanner:
 
     def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
         """Groups of other `ranks` that need the same in round `index`."""
-        others = [rank for rank in ranks if rank != self.rank]
-        return self.asked.peers_by_bucket(index, others).values()
+        asked = self.asked.ids[:, index].tolist()
+        return _group_equal(
+            {m: asked[m] for m in ranks if m != self.rank and len(self.asks(m, index).slot)}
+        )
 
     def shard_pieces(self, regions: Regions, owner: IntArray) -> IntArray:
         """Places of all blocks of `regions` in the shards of the one rank in `owner`."""
@@ -316,9 +301,14 @@ class NodePlanner(DirectPlanner):
 
     def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
         """Groups of other ranks of this node that need the same in round `index`."""
-        return _group_equal(
-            {m: self.asks(m, index).cell.tobytes() for m in ranks if m != self.rank}
-        )
+        return _group_equal(self._cells_of(self._cells.asks, ranks, index))
+
+    def _cells_of(
+        self, asks: dict[tuple[int, int], Requests], ranks: range, index: int
+    ) -> dict[int, bytes]:
+        """Cells that each of other `ranks` of this node needs in round `index`, if any."""
+        parts = {m: self._part(asks, m, index) for m in ranks if m != self.rank}
+        return {m: part.cell.tobytes() for m, part in parts.items() if len(part.cell)}
 
     def round(self, index: int) -> Round:
         """Shards across nodes to the relay ranks and inside the node; then what is relayed, inside
@@ -416,10 +406,9 @@ class NodePlanner(DirectPlanner):
         outgoing = []
         ranks = self.nodes.ranks(self.node)
         if len(self._relay.owners):
-            parts = {m: self._part(self._cells.shared, m, index) for m in ranks if m != self.rank}
             # One packed buffer serves all ranks that need the same cells.
-            for members in _group_equal({m: part.cell.tobytes() for m, part in parts.items()}):
-                asks = parts[members[0]]
+            for members in _group_equal(self._cells_of(self._cells.shared, ranks, index)):
+                asks = self._part(self._cells.shared, members[0], index)
                 _, pieces = self._relay_pieces(asks.regions, asks.cell)
                 if len(pieces):
                     outgoing.append(Batch(Store.RELAY, members, pieces))
@@ -437,12 +426,11 @@ class NodePlanner(DirectPlanner):
 _NOTHING = Requests.of([])
 
 
-def _group_equal(keys: dict[int, bytes]) -> list[tuple[int, ...]]:
-    """Ranks with equal, not empty keys."""
-    groups: dict[bytes, list[int]] = {}
+def _group_equal(keys: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
+    """Ranks with equal keys."""
+    groups: dict[Hashable, list[int]] = {}
     for rank, key in keys.items():
-        if key:
-            groups.setdefault(key, []).append(rank)
+        groups.setdefault(key, []).append(rank)
     return [tuple(members) for members in groups.values()]
 
 
@@ -585,7 +573,7 @@ def _contains(outer: Region, inner: Region) -> bool:
     )
 
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 """Part of the digest: ranks with different planners do not exchange."""
 
 
@@ -610,7 +598,7 @@ def plan_link(
     Pure: every rank computes its own part from the same arguments, and the parts fit together
     because both ends enumerate blocks in the same order.
     """
-    asked = BucketRequests.of(rank_buckets, gradients)
+    asked = BucketRequests(rank_buckets, gradients=gradients)
     if ranks_per_node is not None and ranks_per_node < asked.num_ranks:
         planner: DirectPlanner = NodePlanner(
             params, asked, rank, ranks_per_node, independent_rounds, relayed
@@ -622,7 +610,6 @@ def plan_link(
     return LinkPlan(
         rank=rank,
         num_ranks=asked.num_ranks,
-        ranks_per_node=ranks_per_node,
         gradients=gradients,
         digest=_digest(
             params, asked, (gradients, ranks_per_node, independent_rounds, relayed.value)
@@ -634,8 +621,7 @@ def plan_link(
 def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[object, ...]) -> int:
     """63 bits of everything that the parts of all ranks follow from."""
     digest = hashlib.blake2b(digest_size=8)
-    # Both ends cut messages by SINGLE_NUMEL: with two values of it none would match.
-    digest.update(repr((PLAN_VERSION, layout.SINGLE_NUMEL, options, asked.ids.shape)).encode())
+    digest.update(repr((PLAN_VERSION, options, asked.ids.shape)).encode())
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
     )

@@ -8,7 +8,6 @@ import functools
 import json
 import random
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ from ds_hydra.engine.parallel import linear, token_cuts
 from ds_hydra.engine.transfer import session, stage_weights
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
-from ds_hydra.zero_link import buffers, layout
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 from standin import process_group
 from standin.streams import elsewhere, observer
@@ -72,8 +70,7 @@ OF_LARGE = ("1x<1,2>", "1x<2,1>", "2x<1,1;gather>", "1x<cp2,1>")
 
 SHORT = STRATEGIES[2][:5]
 
-layout.SINGLE_NUMEL = buffers.SINGLE_NUMEL = 64  # tiny models send in place, too
-token_cuts.LEAST_PART_BYTES = 1  # and their keys travel in parts
+token_cuts.LEAST_PART_BYTES = 1  # keys of tiny models travel in parts, too
 
 
 def start(family: str, num_layers: int | None = None, **hydra: Any) -> Any:
@@ -217,37 +214,6 @@ def waits_of_phases() -> list[list[dict[str, Any]]]:
     return [seen[:2], seen[2:]]
 
 
-def norm_of_the_step() -> list[float]:
-    """DeepSpeed's norm of an iteration's gradients, that of the gradients themselves, and how many
-    tensors it took it of.
-    """
-    engine = start("llama")
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    counts = []
-    found = torch.Tensor.norm
-
-    def norm(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        counts.append(tensor.numel())
-        return found(tensor, *arguments, **options)
-
-    with mock.patch.object(torch.Tensor, "norm", norm):
-        engine.train_batch(examples, strategy="2x<1,1>")
-    squares = torch.stack(torch._foreach_norm(engine._gradients._grads_P)).square().sum()
-    dist.all_reduce(squares)
-    return [float(engine.get_global_grad_norm()), float(squares.sqrt()), len(counts)]
-
-
-def collectives() -> list[list[str]]:
-    """What this rank called on each communicator of all ranks, in order."""
-    engine = start("llama")
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    for _, calls in process_group.calls:
-        calls.clear()
-    for text in SHORT:
-        engine.train_batch(examples, strategy=text)
-    return [calls for size, calls in process_group.calls if size == dist.get_world_size()]
-
-
 def times_of_the_step() -> list[float]:
     """Step and iteration, ms, where the optimizer's kernels take 200 ms."""
     engine = start("llama")
@@ -323,11 +289,11 @@ def _rounds_under_way() -> Iterator[None]:
     def end(of: session.TransferSession, last: int) -> None:
         with of._clock.beside():
             while rounds and rounds[0][1] <= last:
-                finish, index, is_over = rounds.pop(0)
-                finish()
+                end_round, index, is_over = rounds.pop(0)
+                end_round()
                 is_over(index)
 
-    wait_for, join = session.TransferSession._wait_for, session.TransferSession._join_streams
+    wait_for, finish = session.TransferSession._wait_for, session.TransferSession.finish
 
     def wait_for_ended(of: session.TransferSession, number: int) -> None:
         if of._next <= number:
@@ -335,14 +301,14 @@ def _rounds_under_way() -> Iterator[None]:
         end(of, number)
         wait_for(of, number)
 
-    def join_ended(of: session.TransferSession) -> None:
-        end(of, len(of._over))
-        join(of)
+    def finish_ended(of: session.TransferSession) -> None:
+        finish(of)
+        end(of, len(of._schedule.transfers))
 
     with (
         mock.patch.object(session.RoundWindow, "_finish_all_but", leave),
         mock.patch.object(session.TransferSession, "_wait_for", wait_for_ended),
-        mock.patch.object(session.TransferSession, "_join_streams", join_ended),
+        mock.patch.object(session.TransferSession, "finish", finish_ended),
     ):
         yield
 
@@ -408,30 +374,3 @@ def parity_of_full_allocators(case: str) -> dict[str, Any]:
     with full_allocator():
         found = parity(case, ("1x<1,2>", "1x<1,2;ckpt=3>"))
     return {**found, "hangs": process_group.hangs[:]}
-
-
-def who_posts() -> list[list[str]]:
-    """Which threads post rounds: of kept weights, of gathered layers, and of passes without
-    gradients.
-    """
-    engine, examples = start("llama"), random_examples(LENGTHS, VOCAB_SIZE, seed=1)
-    found: list[set[str]] = []
-
-    def noted(begin: Any) -> Any:
-        def begin_and_note(*arguments: Any) -> Any:
-            thread = threading.current_thread()
-            found[-1].add("link" if thread.name == "ds_hydra link" else "computing")
-            return begin(*arguments)
-
-        return begin_and_note
-
-    with (
-        mock.patch.object(Link, "begin_pull", noted(Link.begin_pull)),
-        mock.patch.object(Link, "begin_push", noted(Link.begin_push)),
-    ):
-        for text in ("1x<2,1>", "1x<1,2>", "2x<1,1;gather>", "1x<sp2,1;gather>"):
-            found.append(set())
-            engine.train_batch(examples, strategy=text)
-        found.append(set())
-        engine.score(examples, strategy="2x<1,1;gather>")
-    return [sorted(threads) for threads in found]

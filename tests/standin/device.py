@@ -100,7 +100,7 @@ class _Module:
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """Free and total bytes; the communicators of a process take a part of it each."""
-        used = extension().allocated_bytes() + len(process_group.calls) * COMMUNICATOR_BYTES
+        used = extension().allocated_bytes() + len(process_group.sizes) * COMMUNICATOR_BYTES
         return MEMORY_BYTES - used, MEMORY_BYTES
 
     class device:

@@ -14,23 +14,23 @@ from test_engine_parity import LENGTHS
 
 from ds_hydra.engine import propagation
 from ds_hydra.engine.parallel.one_f_one_b import PipelineStage
-from ds_hydra.engine.transfer import link_thread
+from ds_hydra.engine.transfer.session import TransferSession
 from standin import process_group
 from standin.checks import full_allocator, observed, start
 from standin.streams import Stream, stream
 
 
 def without_the_wait_for_slices() -> int:
-    """Races where the stream of the passes does not wait for what another thread's stream did."""
+    """Races where the stream of the passes does not wait for the link's."""
     engine = start("llama")
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     engine.train_batch(examples, strategy="2x<1,1>")
 
-    def wait_on_the_host_alone(events: link_thread.BucketEvents, index: int) -> None:
-        events._recorded[index].wait()
+    def post_alone(session: TransferSession, number: int) -> None:
+        session._post_ahead_of(number)
 
     with (
-        mock.patch.object(link_thread.BucketEvents, "wait", wait_on_the_host_alone),
+        mock.patch.object(TransferSession, "_wait_for", post_alone),
         observed() as found,
     ):
         engine.train_batch(examples, strategy="2x<1,1>")

@@ -118,6 +118,22 @@ def _formula_bytes(
     return memory.rank_bytes(scheme, dist.get_world_size(), num_tokens)
 
 
+def _peak_of_passes(engine: Any, text: str, num_tokens: int, vocab_size: int) -> float:
+    """The most bytes of any rank in full pipelines of a strategy."""
+    accelerator, propagator = get_accelerator(), engine.hydra.propagator
+    strategy = Strategy.parse(text)
+    propagator.prepare([strategy])
+    plan = _full_pipelines(strategy, num_tokens)
+    examples = random_examples(plan.lengths, vocab_size, seed=1)
+    if not engine.global_steps:  # moments are allocated in the first step
+        engine.train_batch(examples, strategy=text)
+    grads_P = engine._zero_gradient_shards()
+    gc.collect()
+    accelerator.reset_peak_memory_stats()
+    propagator.train(plan, load_of(examples), grads_P, 1.0)
+    return propagator.max_over_ranks(accelerator.max_memory_allocated())
+
+
 def measured_profile() -> dict[str, Any]:
     """What a measured profile leaves free, what the communicators take of it, and how many tokens
     the longest micro-batch of its measurement had beside MaxLen.
@@ -145,7 +161,7 @@ def measured_profile() -> dict[str, Any]:
     engine.destroy()
     return {
         "reserved": profile.memory.reserved_bytes,
-        "outside": len(process_group.calls) * device.COMMUNICATOR_BYTES,
+        "outside": len(process_group.sizes) * device.COMMUNICATOR_BYTES,
         "tokens": sum(tokens),
         "longest": max(tokens),
         "num_micro_batches": len(last.pipelines[0].micro_batches),
@@ -162,7 +178,7 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
     its layers, and what the formula says with activations that the profiler measures. `size` may
     end in "tied": embedding and head are one.
     """
-    accelerator, vocab_size = get_accelerator(), int(size.removesuffix("tied"))
+    vocab_size = int(size.removesuffix("tied"))
     is_tied = size.endswith("tied")
     sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": is_tied}
     model = tiny("llama", vocab_size=vocab_size, num_hidden_layers=4, **sizes)
@@ -179,22 +195,14 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
         )
         for text in VOCABULARIES:
             strategy = Strategy.parse(text)
-            engine.hydra.propagator.prepare([strategy])
-            plan = _full_pipelines(strategy, PROFILED_TOKENS)
-            examples = random_examples(plan.lengths, vocab_size, seed=1)
-            if text == VOCABULARIES[0]:  # moments are allocated in the first step
-                engine.train_batch(examples, strategy=text)
-            grads_P = engine._zero_gradient_shards()
-            gc.collect()
-            accelerator.reset_peak_memory_stats()
-            propagator.train(plan, load_of(examples), grads_P, 1.0)
+            in_passes = _peak_of_passes(engine, text, PROFILED_TOKENS, vocab_size)
             document = nominal_profile(stage_model, [strategy.schemes[0]])
             memory = Profile.from_json({**document, "memory": model["memory"]}).memory
             # Of a micro-batch that is one chunk, a token's activations have its logits already
             once = replace(memory, logit_chunk_bytes=0.0)
             of_rank = strategy.schemes[0], 2, PROFILED_TOKENS
             found[text] = {
-                "passes": propagator.max_over_ranks(accelerator.max_memory_allocated()),
+                "passes": in_passes,
                 "formula": memory.rank_bytes(*of_rank),
                 "with logits once": once.rank_bytes(*of_rank),
             }
@@ -211,20 +219,11 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
     model = tiny(family, **sizes, **SIZES[family]).bfloat16().to(device.NAME)
     engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": 4096})
     propagator = engine.hydra.propagator
-    found, strategies = {}, STRATEGIES[dist.get_world_size()]
+    found = {}
     with mock.patch.object(attention, "attention_per_sequence", _attend):
-        for text in strategies:
+        for text in STRATEGIES[dist.get_world_size()]:
             strategy = Strategy.parse(text)
-            engine.hydra.propagator.prepare([strategy])
-            plan = _full_pipelines(strategy)
-            examples = random_examples(plan.lengths, 512, seed=1)
-            if text == strategies[0]:  # moments are allocated in the first step
-                engine.train_batch(examples, strategy=text)
-            grads_P = engine._zero_gradient_shards()
-            gc.collect()
-            accelerator.reset_peak_memory_stats()
-            propagator.train(plan, load_of(examples), grads_P, 1.0)
-            in_passes = propagator.max_over_ranks(accelerator.max_memory_allocated())
+            in_passes = _peak_of_passes(engine, text, NUM_TOKENS, 512)
             accelerator.reset_peak_memory_stats()
             engine._gradients.deposit()
             engine.set_gradient_accumulation_boundary(True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
-import threading
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engines import small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import (
     random_examples,
@@ -23,9 +20,6 @@ from single_process import (
 )
 from test_engine_parity import LENGTHS
 
-from ds_hydra.engine import planning
-from ds_hydra.errors import HydraError
-from ds_hydra.sampler.plan import IterationPlan
 from standin.checks import SHORT, observed, start
 from standin.streams import observer
 
@@ -119,53 +113,3 @@ def trainer() -> dict[str, Any]:
     first = [{k: torch.tensor(v) for k, v in row.items()} for row in rows()[:4]]
     found["wanted"] = token_mean_gradients(tiny("llama"), first)[0]
     return found
-
-
-NUM_AHEAD = 5
-BROKEN = 3
-"""The iteration one of whose rows cannot be read."""
-
-
-def rows_ahead() -> dict[str, Any]:
-    """Losses of the engine's own global batches, those of the same ones given, who fetched the rows
-    of each iteration, and in which one an error of a row came.
-    """
-    import datasets
-
-    rows = [{"input_ids": e["input_ids"].tolist()} for e in random_examples([24] * 80, VOCAB_SIZE)]
-    data = datasets.Dataset.from_list(rows)
-    profile = _shared_folder() / "profile.json"
-    profile.write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
-    hydra = {
-        "tokens_per_iteration": 200,
-        "profile": str(profile),
-        "strategies": ["2x<1,1>", "1x<2,1>"],
-    }
-    engine = start_hydra(tiny("llama").to("standin"), hydra=hydra, training_data=data)
-    given = start_hydra(tiny("llama").to("standin"), hydra=hydra)
-    fetchers: list[list[str]] = [[] for _ in range(NUM_AHEAD + 2)]
-    fetch, drawn = (
-        planning.fetch_examples,
-        list(islice(engine.hydra.source.iterate_examples(), NUM_AHEAD)),
-    )
-
-    def noting(data: Any, plan: IterationPlan, positions: Any) -> Any:
-        is_main = threading.current_thread() is threading.main_thread()
-        fetchers[plan.iteration].append("main" if is_main else "beside")
-        if plan.iteration == BROKEN and len(fetchers[BROKEN]) == 1:
-            raise OSError("bad block")
-        return fetch(data, plan, positions)
-
-    found: dict[str, Any] = {"losses": [], "wanted": [], "failed": []}
-    with mock.patch.object(planning, "fetch_examples", noting), observed() as seen:
-        for number in range(NUM_AHEAD):
-            if dist.get_rank() == 0:  # until the next plan is there, too
-                planner = engine.hydra.source._feed._planner
-                planner._pending[number + 1].reply.result(60)
-            try:
-                found["losses"].append(float(engine.train_batch()))
-            except (OSError, HydraError) as error:
-                found["failed"] += [number, str(error)]
-                break
-            found["wanted"].append(float(given.train_batch(drawn[number])))
-    return {**found, "fetchers": fetchers, "num_races": len(seen["races"]), "races": seen["races"]}

@@ -460,7 +460,7 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     with _count_saved_bytes() as counted:
         measure_stage_ms(propagator, strategy, ProbeMicroBatch(length))
     # Autograd keeps views of weights, which are not activations.
-    for address in propagator.links.weight_addresses():
+    for address in propagator.links.pool.addresses():
         counted.pop(address, None)
     return propagator.max_over_ranks(sum(counted.values())) / length
 

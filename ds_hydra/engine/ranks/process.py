@@ -142,10 +142,10 @@ def find_overlap_problem(device: torch.device) -> str:
 
 def can_overlap(device: torch.device) -> bool:
     """Whether exchanges may run beside computation: the settings were in force on all ranks. Warns
-    where they were not. Collective over all ranks.
+    where they were not. On a CPU a call returns when its work is done. Collective over all ranks.
     """
     if device.type != "cuda":
-        return True
+        return device.type != "cpu"
     problem = find_overlap_problem(device)
     flags = gather_flags(bool(problem), device)
     if True in flags and dist.get_rank() == flags.index(True):

@@ -29,17 +29,13 @@ list waits for an earlier event still, which this rank has left.
 
 *No rank waits for another's computation, kept weights.* No pull waits for an event, and all pulls
 precede all pushes. A push waits for gradients of this rank. Computation waits for no push before
-its end. So computation never waits for a round that waits for computation. On an accelerator a
-launch may wait for the device, and so for a push: there `session.py` posts no push before this rank
-has launched its passes.
+its end. So computation never waits for a round that waits for computation. `session.py` posts no
+push before this rank has launched its passes: another stage may wait for one of them, and its part
+of the round would never come.
 
 A rank may have no bucket in a push round: its stage has fewer layers. That round waits for the
 gradients of the rank's last bucket. It could be posted at once, but a receive that is posted before
 the rank computes would occupy an accelerator all the while.
-
-Without overlap the computing thread carries transfers out itself, when it records their event. It
-may not push inside a backward pass then: another stage may wait for this backward pass, and its
-part of the round would never come. So kept weights are pushed at the end.
 
 *Phases* of gathered layers that need the same slices have one list, in which the micro-batches of
 one phase follow those of the other: the layers with which a phase begins are in their slots, where
@@ -148,17 +144,16 @@ def plan_transfers(
     *,
     training: bool,
     pushes: bool,
-    overlap: bool,
 ) -> TransferSchedule:
     """The transfers of a rank with `num_buckets` buckets, where the most that a rank has is
     `num_rounds`; in each phase the pipeline with the most micro-batches has `num_micro_batches`.
 
     Buckets outside of the window are pulled once. Their gradients add up in fp32, and are pushed
     when they are complete; at the end where others take turns, as a layer that is tied with
-    another one has both of their gradients, or where nothing overlaps.
+    another one has both of their gradients.
 
     >>> def show(*args):
-    ...     made = plan_transfers(*args, training=True, pushes=True, overlap=True)
+    ...     made = plan_transfers(*args, training=True, pushes=True)
     ...     return [f"{t.kind.value} {t.bucket} after {t.after}" for t in made.transfers]
     >>> show(Window(), 1, 2)
     ['pull 0 after -1', 'pull 1 after -1', 'push 1 after 0', 'push 0 after 0']
@@ -171,7 +166,7 @@ def plan_transfers(
     end = len(uses) if takes_turns else num_buckets
     stays = [bucket for bucket in range(num_rounds) if bucket not in window.buckets]
     # A rank without a pipeline has no gradients to wait for; its computation is over at once.
-    is_early = overlap and not takes_turns and num_buckets > 0
+    is_early = not takes_turns and num_buckets > 0
     transfers = [Transfer(EventKind.PULL, bucket) for bucket in stays]
     transfers += _take_turns(window, uses, pushes=pushes)
     # Backward completes the last bucket first. A round beyond a rank's buckets waits for the last
@@ -190,7 +185,7 @@ def plan_transfers(
         window=window,
         uses=tuple(window.buckets[use.position] for use in uses),
         phases=tuple(begins) if takes_turns else (),
-        waits_for_gradients=pushes and overlap and not takes_turns,
+        waits_for_gradients=pushes and not takes_turns,
         # While one round of kept weights is on the wire the next one is packed.
         depth=1 if takes_turns else 2,
     )

@@ -2,9 +2,9 @@
 `schedule.py` has the order and why no rank waits for itself.
 
 [Note: Who posts]
-On a CPU a call returns when its work is done, so a thread of the link carries transfers out. On an
-accelerator a call only gives the device work, so the computing thread posts transfers itself, in
-the link's own stream, between launches of passes; the device runs them beside these.
+The computing thread posts all transfers, between launches of passes. On an accelerator a call only
+gives the device work: it is posted in the link's own stream, and the device runs it beside passes.
+On a CPU a call returns when its work is done, so nothing of the link runs beside passes.
 
 [Note: A kernel's first use]
 A CUDA library loads the code of a kernel when it is first used, cuBLAS with EAGER loading, too: of
@@ -30,21 +30,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from typing import Any
 
 from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.engine.transfer.link_thread import BucketEvents, Cancelled, LinkThread
 from ds_hydra.engine.transfer.schedule import AT_ONCE, NEVER, Transfer, TransferSchedule
 from ds_hydra.engine.transfer.stage_weights import StageWeights
 from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
-LEAVING_S = 5.0
-"""Seconds that a failed iteration waits for its exchanges to end."""
 _AHEAD = 4
 """Rounds of a pull beyond the one that is needed, posted two at a time or more: one of them packs
 while the other one is on the wire.
@@ -55,8 +51,7 @@ class RoundWindow:
     """Rounds of a link, at most `depth` of them on the wire, which end in the order of their begin.
 
     `begin(index)` posts a round, `is_over(index)` follows its end. A context manager: at its end
-    all rounds are over, also after Cancelled; after another error, those on the wire go to
-    `abandon`.
+    all rounds are over; after an error, those on the wire go to `abandon`.
     """
 
     def __init__(
@@ -79,8 +74,7 @@ class RoundWindow:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
-            # After Cancelled, too: no round on the wire waits for this rank's computation.
-            if error is None or isinstance(error, Cancelled):
+            if error is None:
                 self.settle()
         finally:
             for under_way in self._on_wire.values():
@@ -167,30 +161,31 @@ class TransferSession:
     Every rank runs it with its own schedule, with work or without. Computation calls
     `await_bucket` before every forward pass that reads the slices of a bucket, those of
     `before_backward` before backward passes, `await_posts` before messages to other stages, and
-    `finish` when it is over. Results have the same bits with the thread and without: the transfers
+    `finish` when it is over. Results have the same bits with `overlap` and without: the transfers
     are the same, and so is the order of sums in each.
 
-    Errors of the thread are raised where computation waits for it. Should computation fail, the
-    thread begins nothing more that waits for it.
+    Should computation fail, nothing more begins that waits for it.
     """
 
     def __init__(
         self,
-        thread: LinkThread,
         recorder: Recorder,
         schedule: TransferSchedule,
         carrier: LinkCarrier,
         weights: StageWeights,
+        *,
+        overlap: bool,
     ):
         self.weights = weights
         self.carrier = carrier
         self._recorder, self._clock = recorder, recorder.clock
-        # [Note: Who posts]
-        self._is_threaded = thread.overlap and not self._clock.has_streams
-        self._is_beside = thread.overlap and self._clock.has_streams
-        self._thread, self._schedule = thread, schedule
-        self._left = BucketEvents(schedule.end + 1, self._clock)
-        self._over = BucketEvents(len(schedule.transfers), self._clock)
+        self._is_beside = overlap and self._clock.has_streams
+        """Whether transfers have a stream of their own: [Note: Who posts]."""
+        self._schedule = schedule
+        self._left: dict[int, Any] = {}
+        """Stamp of each event of computation that was recorded, in the stream that computes."""
+        self._over: dict[int, Any] = {}
+        """Stamp of the end of each transfer, in the stream that had it."""
         # The last transfer of those that a use needs: they end in order.
         self._needed: dict[int, int] = {}
         # Of buckets that are brought once, for the whole iteration, and not yet awaited.
@@ -208,7 +203,6 @@ class TransferSession:
         self._use = -1
         self._next = 0
         self._has_failed = False
-        self._running: Future[None] | None = None
         self._is_outside = False
         self._last_kind = EventKind.PULL
         self._last_end: Any = None
@@ -218,20 +212,17 @@ class TransferSession:
         self.carrier.open()
         start = self._clock.stamp()
         if self._schedule.waits_for_gradients:
-            self.weights.on_gradient = self.gradients_complete
-        self._thread.check_usable()
-        if self._is_beside:
-            with self._clock.beside():
-                self._clock.wait_for(start)
-            try:
+            self.weights.on_gradient = self._record
+        try:
+            if self._is_beside:
+                with self._clock.beside():
+                    self._clock.wait_for(start)
                 self._post_ahead_of(0)
-            except BaseException as error:
-                self.__exit__(type(error), error, None)
-                raise
-        elif not self._is_threaded:
-            self._catch_up()
-        else:
-            self._running = self._thread.submit(self._run)
+            else:
+                self._catch_up()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -240,26 +231,15 @@ class TransferSession:
         self.weights.on_gradient = None
         if error is None:
             return
-        # Transfers that wait for nothing of this rank's computation end by themselves, the others
-        # do not begin. A round that other ranks never join does not end: they may be waiting for
-        # what has just failed here.
-        if self._is_beside:
-            # An error of these would hide the one that is raised
-            with contextlib.suppress(Exception):
-                if not self._has_failed:
-                    self.await_posts()
-            with contextlib.suppress(Exception):
-                with self._clock.beside():
-                    end = self._clock.stamp()
-                self._clock.wait_for(end)
-        if self._running is None:
-            return
-        self._left.cancel()
-        _, under_way = wait([self._running], LEAVING_S)
-        if under_way:
-            self._thread.give_up()
-        else:
-            self._join_streams()
+        # Other ranks may wait for the pull, which waits for nothing of this rank's computation. An
+        # error of it would hide the one that is raised.
+        with contextlib.suppress(Exception):
+            if not self._has_failed:
+                self.await_posts()
+        with contextlib.suppress(Exception):
+            with self._clock.beside():
+                end = self._clock.stamp()
+            self._clock.wait_for(end)
 
     @property
     def before_backward(self) -> dict[int, Callable[[], None] | None]:
@@ -283,9 +263,7 @@ class TransferSession:
                     self._go_on()
 
     def await_bucket(self, bucket: int) -> None:
-        """Let computation read the slices of a bucket in a forward pass. Raises the thread's
-        error.
-        """
+        """Let computation read the slices of a bucket in a forward pass."""
         if bucket in self._in_window:
             self.enter(bucket)
         elif bucket in self._brought:
@@ -295,18 +273,14 @@ class TransferSession:
             del self._brought[bucket]
 
     def await_all(self) -> None:
-        """Wait for all transfers that are made without waiting for an event. Raises the thread's
-        error.
-        """
+        """Wait for all transfers that are made without waiting for an event."""
         self.await_posts()
         if self._num_at_once:
             self._wait_for(self._num_at_once - 1)
 
     def await_posts(self) -> None:
-        """Post on an accelerator all that is brought without waiting for an event: [Note: A
-        kernel's first use].
-        """
-        if self._is_beside and self._next < self._num_at_once:
+        """Post all that is brought without waiting for an event: [Note: A kernel's first use]."""
+        if self._next < self._num_at_once:
             self._catch_up(self._num_at_once)
 
     def enter(self, bucket: int) -> None:
@@ -322,29 +296,23 @@ class TransferSession:
                 )
             self._go_on()
 
-    def gradients_complete(self, bucket: int) -> None:
-        """This rank adds nothing more to its gradients of a bucket."""
-        self._left.record(bucket)
-
     def finish(self) -> None:
-        """Let the current stream wait for the rest of the transfers: computation is over. Raises
-        the thread's error.
+        """Let the current stream wait for the rest of the transfers: computation is over.
 
         Collective over all ranks.
         """
         with self._outside_of_passes():
             # Uses that are left: of other pipelines' micro-batches, or of a backward that needed
-            # nothing. One after another: without overlap each posts its rounds.
+            # nothing. One after another: each posts its rounds.
             while self._use + 1 < len(self._schedule.uses):
                 self._go_on()
             # Gradients that no backward pass came to are zeros: the carrier sees to it.
-            for event in range(len(self._left)):
-                self._left.record(event)
-            if not self._is_threaded:
-                self._catch_up()
-            elif self._running is not None:
-                self._running.result()
-            self._join_streams()
+            for event in range(self._schedule.end + 1):
+                self._record(event)
+            self._catch_up()
+            # Let the current stream go on only after all transfers.
+            if self._last_end is not None:
+                self._clock.wait_for(self._last_end)
             self.carrier.close()
 
     @contextlib.contextmanager
@@ -367,62 +335,39 @@ class TransferSession:
         self._last_kind, self._last_end = kind, self._clock.stamp()
         self._recorder.add(kind, begin, self._last_end, self._recorder.phase)
 
-    def _join_streams(self) -> None:
-        """Let the current stream go on only after all transfers."""
-        if self._last_end is not None:
-            self._clock.wait_for(self._last_end)
+    def _record(self, event: int) -> None:
+        """All that the current stream has been given so far belongs to `event`. Repeating it
+        changes nothing.
+        """
+        if event not in self._left:
+            self._left[event] = self._clock.stamp()
 
     def _go_on(self) -> None:
         """Leave the present use for the next one, and wait for its transfers."""
         if self._use >= 0:
             # Before the next use is waited for: what that needs may go into the slot that is left
             # here.
-            self._left.record(self._use)
-            if not self._is_threaded:
-                self._catch_up()
+            self._record(self._use)
+            self._catch_up()
         self._use += 1
         if self._use in self._needed:
             self._wait_for(self._needed[self._use])
 
     def _wait_for(self, number: int) -> None:
-        """Wait for a transfer, and count the time as visible; the thread's error is raised here."""
-        if self._is_beside and self._next <= number:
+        """Let the current stream go on after a transfer, and count the time as visible."""
+        if self._next <= number:
             self._catch_up(number + 1)
-        try:
-            with self._waiting():
-                self._over.wait(number)
-        except Cancelled:
-            assert self._running is not None
-            self._running.result()
-            raise
-
-    def _run(self) -> None:
-        """All transfers, each as soon as its event is recorded. The job of the thread."""
-        try:
-            with self._window() as window:
-                for number, transfer in enumerate(self._schedule.transfers):
-                    if transfer.after != AT_ONCE:
-                        if not self._left.is_recorded(transfer.after):
-                            # Others wait for this round, and would until the gradient is there.
-                            self._settle(window)
-                        self._left.wait(transfer.after)
-                    self._post(number, window)
-                self._settle(window)
-        except Cancelled:
-            pass  # computation has failed
-        # Computation that waits for a transfer wakes up, and finds this error in the job's future.
-        except BaseException:
-            self._over.cancel()
-            raise
+        with self._waiting():
+            self._clock.wait_for(self._over[number])
 
     def _post_ahead_of(self, number: int) -> None:
-        """Post on an accelerator the next rounds of a pull where computation comes to `number`."""
-        if self._is_beside and self._next < min(self._num_at_once, number + _AHEAD - 1):
+        """Post the next rounds of a pull where computation comes to `number`."""
+        if self._next < min(self._num_at_once, number + _AHEAD - 1):
             self._catch_up(min(self._num_at_once, number + 1 + _AHEAD))
 
     def _catch_up(self, end: int | None = None) -> None:
-        """All transfers before `end` whose event is recorded, in the computing thread: without
-        overlap in its stream, else in the link's.
+        """All transfers before `end` whose event is recorded: without overlap in the stream that
+        computes, else in the link's.
         """
         transfers = self._schedule.transfers[:end]
         where = self._clock.beside() if self._is_beside else self._waiting()
@@ -431,10 +376,9 @@ class TransferSession:
                 while self._next < len(transfers):
                     after = transfers[self._next].after
                     if after != AT_ONCE:
-                        # This very thread records events: waiting for one here would never end.
-                        if not self._left.is_recorded(after):
+                        if after not in self._left:
                             break
-                        self._left.wait(after)
+                        self._clock.wait_for(self._left[after])
                     self._post(self._next, window)
                     self._next += 1
                 self._settle(window)
@@ -471,5 +415,4 @@ class TransferSession:
                 self.weights.prepare(transfer.bucket)
             else:
                 self.weights.expect_next(transfer.bucket)
-        # Last: computation reads the slices as soon as this is recorded.
-        self._over.record(number)
+        self._over[number] = self._clock.stamp()

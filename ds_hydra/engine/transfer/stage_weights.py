@@ -47,7 +47,7 @@ class SlicePool:
         return sum(tensor.nbytes for tensor in self._held.values())
 
     def addresses(self) -> set[int]:
-        """Addresses of the storages held."""
+        """Addresses of the storages held, of weights and of their gradients."""
         return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
 
     def resize(
@@ -109,11 +109,8 @@ class _BucketState:
     """Gradients that add up here, by trained parameter."""
     without_gradient: dict[int, Tensor] = field(default_factory=dict)
     """Gradients among them that no micro-batch has added to."""
-    trained: list[int] = field(default_factory=list)
     missing: set[int] = field(default_factory=set)
-    """Trained parameters, and those that the last backward pass has not come to."""
-    watched: weakref.WeakSet[_Gradient] = field(default_factory=weakref.WeakSet)
-    """Gradients of the trained parameters, which know this by what they call when complete."""
+    """Trained parameters that the last backward pass has not come to."""
 
 
 class _Gradient:
@@ -134,11 +131,6 @@ class _Gradient:
         self._multiply = multiply
         self.complete: Callable[[], None] = lambda: None
         self._num_expected, self._is_passed = 0, False
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a product is still to come."""
-        return self._num_expected > 0
 
     def expect_product(self) -> None:
         """`add_product` will be called once more, perhaps after `pass_by`."""
@@ -247,12 +239,11 @@ class StageWeights:
         self._hooks = []
         for state in self._states:
             state.without_gradient.update(state.gradients)
-            state.missing.update(state.trained)
+            state.missing.update(state.gradients)
         return self
 
     def zero_missing(self, index: int) -> None:
         """Set to zero gradients of this bucket that no micro-batch has added to."""
-        assert not any(gradient.is_waiting for gradient in self._states[index].watched)
         without_gradient = self._states[index].without_gradient
         for grad in without_gradient.values():
             grad.zero_()
@@ -310,6 +301,7 @@ class StageWeights:
         """
         state = self._states[bucket]
         state.gradients[param] = state.without_gradient[param] = main_grad
+        state.missing.add(param)
 
         def is_first() -> bool:
             return state.without_gradient.pop(param, None) is not None
@@ -326,22 +318,16 @@ class StageWeights:
 
         pays = leaf.ndim == 2 and leaf.numel() >= LEAST_NUMEL.get(leaf.device.type, 0)
         is_direct = pays and can_multiply_into(main_grad.dtype, leaf.dtype, leaf.device)
-        self._watch(leaf, bucket, param, _Gradient(take, multiply if is_direct else None))
-
-    def _watch(self, leaf: nn.Parameter, bucket: int, param: int, gradient: _Gradient) -> None:
-        """Let `gradient` have that of `leaf` in every micro-batch."""
-        self._states[bucket].trained.append(param)
-        self._states[bucket].missing.add(param)
-        self._states[bucket].watched.add(gradient)
+        gradient = _Gradient(take, multiply if is_direct else None)
         set_gradient(leaf, gradient)
 
-        def take(leaf: Tensor) -> None:
+        def take_over(leaf: Tensor) -> None:
             if leaf.grad is not None:
-                gradient.take(leaf.grad)
+                take(leaf.grad)
                 # Else autograd would add the next micro-batch's to it, in the type of the weights.
                 leaf.grad = None
 
-        leaf.register_post_accumulate_grad_hook(take)
+        leaf.register_post_accumulate_grad_hook(take_over)
         # What the node refers to may not hold the node.
         weak_self = weakref.ref(self)
 
