@@ -292,6 +292,7 @@ def measure_fuzz(records: Records, num_inputs: int) -> None:
     folder.mkdir(exist_ok=True)
     gc.collect()
     gc.freeze()  # collecting the libraries' objects takes a quarter of a second, for which no reader is to blame
+    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)  # it warns of odd keys
     readers = targets(folder)
     for piece in range(-(-num_inputs // HYPOTHESIS_PIECE)):
         for name, (reader, valid) in readers.items():

