@@ -261,7 +261,7 @@ def exchange_with_stock(folder):
 
 
 def convert_to_universal(folder):
-    """What `python -m deepspeed.checkpoint.ds_to_universal` does, in this process."""
+    """Do what `python -m deepspeed.checkpoint.ds_to_universal` does, in this process."""
     from deepspeed.checkpoint import ds_to_universal
 
     universal = folder / "global_step3_universal"

@@ -40,7 +40,7 @@ FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00
 
 
 def save(save_dir, tag, value, *, numel=2000, in_between=lambda: None):
-    """What an engine of one rank does to save `value`; DeepSpeed's part is the loop over files."""
+    """Save `value` as an engine of one rank does; DeepSpeed's part is the loop over files."""
     saving, writer = Saving(str(save_dir), tag, f"{os.getpid()}"), HydraCheckpointEngine()
     try:
         write_and_commit(saving, writer, tag, value, numel, in_between)
@@ -146,11 +146,6 @@ def check_every_moment(tmp_path, tag):
         assert not [p for p in save_dir.iterdir() if p.name.startswith(".")]
     assert sorted(found) == found, "the old one up to some moment, the new one from then on"
     assert set(found) == {1.0, 2.0}
-
-
-def save_many(save_dir, attempt):
-    for step in range(1000):  # more than any machine saves before it is killed
-        save(save_dir, f"step{attempt}_{step % 3}", float(attempt * 1000 + step), numel=200_000)
 
 
 @pytest.fixture
@@ -353,7 +348,7 @@ def test_no_code_of_a_file_is_run(tmp_path, legacy):
 
 NO_FOLDER = ("", "../evil", "a/b", ".hidden", "a\0b")
 NO_NAME = ("latest", "latest_universal", "zero_to_fp32.py", " ", "a b", "a\n", "a\tb", "x" * 201, 7)
-"""What could not be read back out of `latest`."""
+"""Tags that could not be read back out of `latest`."""
 
 
 @pytest.mark.parametrize("tag", [*NO_FOLDER, *NO_NAME])

@@ -1,4 +1,4 @@
-"""What a process prints that ends by an error: one sentence, last, by one rank."""
+"""Last words of a process that ends by an error: one sentence, by one rank."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from ds_hydra.errors import RankLostError
 
 
 def take_turns(folder, local_ranks):
-    """What this rank finds when its turn comes: of ranks that are first, and of all."""
+    """Return what this rank finds when its turn comes, twice."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     os.environ["LOCAL_RANK"] = str(local_ranks[rank])
     later = [other for other, local in enumerate(local_ranks) if local]
