@@ -118,7 +118,7 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(
     check_every_moment(tmp_path, tag)
 
 
-def check_every_moment(tmp_path, tag):
+def check_every_moment(tmp_path, tag, every=1):
     save(tmp_path / "before", "step1", 1.0)
     shutil.copytree(tmp_path / "before", tmp_path / "count")
 
@@ -132,7 +132,7 @@ def check_every_moment(tmp_path, tag):
     num_events = int((tmp_path / "num_events").read_text())
     assert num_events > 30
     found = []
-    for moment in range(1, num_events + 1):
+    for moment in range(1, num_events + 1, every):
         save_dir = shutil.copytree(tmp_path / "before", tmp_path / f"run{moment}")
 
         def crash(save_dir=save_dir, moment=moment):
