@@ -207,8 +207,10 @@ def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly):
 
 def test_a_failure_between_two_calls_is_told_once_and_is_the_reason_of_the_end(pair):
     error = ValueError("in a callback")
-    for _ in range(2):
-        assert pair[1].find_cause(error) is None
+    with mock.patch.object(pair[1], "_tell", wraps=pair[1]._tell) as tell:
+        for _ in range(2):
+            assert pair[1].find_cause(error) is None
+    assert tell.call_count == 1
     verdict = wait_for_verdict(pair[0])
     assert verdict.text == "failed between two calls of the engine: ValueError: in a callback"
     assert verdict.section is not None
