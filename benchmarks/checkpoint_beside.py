@@ -113,7 +113,7 @@ def save_until_killed(folder: str, save_dir: str, victim: int | None, share: flo
         if saving._commit is not None:
             append_json(f"{folder}/complete", int(saving._saving.target.name[4:]))
 
-    SavingBeside._write = write  # type: ignore[method-assign]
+    SavingBeside._write = write
     engine.train_batch()
     start_s = time.monotonic()
     for step in itertools.count():
