@@ -10,11 +10,16 @@ Iterations beside a write are those from `save_checkpoint` to the first that fin
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import random
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,14 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
-from test_checkpoint_beside import kill_at_random
+from faults import append_json, read_json_lines, run_until_end
+from models import tiny
+from test_checkpoint import start
+from test_checkpoint_beside import BESIDE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_hydra.configs.hydra_config import CheckpointConfig
+from ds_hydra.engine.checkpointing.beside import SavingBeside
 from ds_hydra.engine.ranks.agreement import max_over_ranks
 
 HIDDEN, NUM_TOKENS = 1024, 32
@@ -86,6 +95,59 @@ def measure(folder: str, gb: float, num_saves: int) -> dict[str, Any]:
             shutil.rmtree(f"{folder}/{kind}", ignore_errors=True) if dist.get_rank() == 0 else None
     engine.destroy()
     return found
+
+
+def save_until_killed(folder: str, save_dir: str, victim: int | None, share: float) -> None:
+    """Train and save without end; rank `victim`, or each where that is None, is killed after that
+    share of the time that an iteration, a copy and its writing take.
+    """
+    engine = start(folder, tiny("llama_tied"), hydra=BESIDE)
+    if Path(save_dir, "latest").exists():
+        engine.load_checkpoint(save_dir)
+    if dist.get_rank() == 0:
+        append_json(f"{folder}/resumed", engine.global_steps)
+    plain = SavingBeside._write
+
+    def write(saving: SavingBeside) -> None:
+        plain(saving)
+        if saving._commit is not None:
+            append_json(f"{folder}/complete", int(saving._saving.target.name[4:]))
+
+    SavingBeside._write = write
+    engine.train_batch()
+    start_s = time.monotonic()
+    for step in itertools.count():
+        engine.save_checkpoint(save_dir, tag=f"step{engine.global_steps}")
+        if step == 0:
+            engine.train_batch()
+            engine.wait_for_checkpoint()
+        elif step == 1 and victim in (None, dist.get_rank()):
+            seconds = share * (time.monotonic() - start_s)
+            threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        engine.train_batch()
+
+
+def kill_at_random(folder: Path, num_kills: int, seed: int = 5) -> tuple[int, int]:
+    """Kill two ranks that train and save, together or one, again and again. Number of kills after
+    which the newest complete checkpoint was loaded, and of checkpoints.
+    """
+    generator = random.Random(seed)
+    save_dir, complete, num_good, latest = folder / "saved", folder / "complete", 0, 0
+    complete.touch()
+    for attempt in range(num_kills + 1):
+        victim = (None, 0, 1)[attempt % 3]
+        share = generator.uniform(0, 2)
+        newest = max([0, *read_json_lines(complete)])
+        ended = run_until_end(
+            save_until_killed, 2, folder, str(folder), str(save_dir), victim, share
+        )
+        assert ended[victim or 0].exit_code == -signal.SIGKILL, ended
+        resumed = read_json_lines(folder / "resumed")
+        assert len(resumed) == attempt + 1
+        # Later than the last line where the process was killed before that was written
+        num_good += attempt > 0 and resumed[-1] == latest >= newest
+        latest = int((save_dir / "latest").read_text()[4:]) if (save_dir / "latest").exists() else 0
+    return num_good, len(read_json_lines(complete))
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def run_once(
     weights: str,
 ) -> dict[str, Any]:
     """One start that resumes; what the kill, if any, did."""
-    for name in ("losses", "resumed"):
+    for name in ("losses", "starts"):
         (parts / name).unlink(missing_ok=True)
     arguments = (where, victim, at, passes, weights)
     ended = faults.run_until_end(
@@ -76,7 +76,7 @@ def run_once(
         "num_losses": len(losses),
         "num_same": sum(wanted[iteration] == loss for iteration, loss in losses),
         "last": losses[-1][0] if losses else None,
-        "resume_s": faults.read_json_lines(parts / "resumed")[0],
+        "resume_s": faults.read_json_lines(parts / "starts")[0][2],
     }
     if victim is not None:
         others = [rank for i, rank in enumerate(ended) if i != victim]
@@ -102,7 +102,7 @@ def measure_phases(records: Records) -> None:
 def measure_between(records: Records) -> None:
     """A rank of two is killed or stopped outside of the engine's calls; the victims alternate."""
     faults.HANG_S = 120
-    for where in faults.BETWEEN:
+    for where in ("callback", "own collective", "own handle", "own object", "after training"):
         life = (
             trl_runs.life_with_callback if where == "callback" else test_faults.life_between_calls
         )

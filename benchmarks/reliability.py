@@ -106,7 +106,7 @@ def measure_launches(records: Records) -> None:
                 "num_losses": len(losses),
                 "num_same": sum(wanted[iteration] == loss for iteration, loss in losses),
                 "last": losses[-1][0],
-                "steps": [step for step, _ in starts],
+                "steps": [step for step, *_ in starts],
                 "resume_s": starts[-1][1] - fault,
             }
 
@@ -152,6 +152,13 @@ def measure_planner(records: Records, num_faults: int) -> None:
         records.measure("planner", {"fault": fault}, lambda fault=fault: inject(fault))
 
 
+def save_many(save_dir: Path, attempt: int) -> None:
+    """Save more checkpoints than any machine does before it is killed."""
+    for step in range(1000):
+        tag, value = f"step{attempt}_{step % 3}", float(attempt * 1000 + step)
+        test_checkpoint_files.save(save_dir, tag, value, numel=200_000)
+
+
 def measure_saves(records: Records, num_kills: int) -> None:
     """How often a process was killed while it saved, and what could be loaded then."""
 
@@ -163,7 +170,7 @@ def measure_saves(records: Records, num_kills: int) -> None:
         generator, num_good = random.Random(3), 0
         for attempt in range(1, num_kills + 1):
             process = multiprocessing.get_context("fork").Process(
-                target=test_checkpoint_files.save_many, args=(folder, attempt)
+                target=save_many, args=(folder, attempt)
             )
             process.start()
             time.sleep(generator.uniform(0.005, 0.08))
@@ -292,6 +299,7 @@ def measure_fuzz(records: Records, num_inputs: int) -> None:
     folder.mkdir(exist_ok=True)
     gc.collect()
     gc.freeze()  # collecting the libraries' objects takes a quarter of a second, for which no reader is to blame
+    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)  # it warns of odd keys
     readers = targets(folder)
     for piece in range(-(-num_inputs // HYPOTHESIS_PIECE)):
         for name, (reader, valid) in readers.items():

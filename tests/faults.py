@@ -40,7 +40,7 @@ class Ended:
     True; NaN without one.
     """
     value: Any
-    """What the function returned; None where it did not."""
+    """Result of the function; None where it did not return."""
 
 
 def run_until_end(
@@ -134,7 +134,7 @@ def die(folder: str | Path, number: int = signal.SIGKILL) -> None:
 
 
 START_PHASES = ("join", "copy", "partition", "groups", "tokenise", "profile", "first plan")
-"""Of `ds_hydra.initialize`, in order."""
+"""Phases of `ds_hydra.initialize`, in order."""
 LATER_PHASES = (
     "plan", "pull", "forward", "backward", "push", "step", "evaluate", "save", "load", "save 16 bit", "destroy",
 )  # fmt: skip
@@ -198,10 +198,6 @@ def kill_in(
         raise MemoryError("no room left, on purpose")
 
     setattr(owner, name, come)
-
-
-BETWEEN = ("callback", "own collective", "own handle", "own object", "after training")
-"""Places outside of the engine's calls."""
 
 
 def append_json(path: str | Path, value: Any) -> None:

@@ -2,9 +2,10 @@
 every second.
 
     torchrun --max-restarts 2 --nproc-per-node 2 tests/restarted_script.py FOLDER
-    [RANK:ITERATION:PHASE ...]
+    [RANK:ITERATION:PHASE[:PASSES] ...]
 
-Each RANK:ITERATION:PHASE is a SIGKILL, once, however often the script is started.
+Each RANK:ITERATION:PHASE is a SIGKILL when the rank has passed the phase so many times, once,
+however often the script is started.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import deepspeed
@@ -20,36 +22,43 @@ import torch.distributed as dist
 from engines import start_hydra
 from faults import append_json, kill_in
 from models import VOCAB_SIZE, tiny
-from single_process import random_examples
+from single_process import Examples, random_examples
 
 NUM_ITERATIONS = 10
 STRATEGIES = ("1x<1,2>", "2x<1,1>", "1x<2,1>")
 
 
-def main(folder: Path, deaths: list[str]) -> None:
-    """Losses go to `folder/losses`, the step and the time that each start resumed at to
-    `folder/starts`.
+def main(
+    folder: Path, deaths: Sequence[str], strategies: Sequence[str] = STRATEGIES, **sizes: int
+) -> None:
+    """Losses go to `folder/losses`; the step that each start resumed at, when that was and how long
+    it took to `folder/starts`.
     """
+    begin = time.monotonic()
     if not dist.is_initialized():
         deepspeed.init_distributed("gloo")
-    engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 2}})
+    engine = start_hydra(tiny("llama_tied", **sizes), hydra={"faults": {"grace_s": 2}})
     engine.load_checkpoint(str(folder / "checkpoints"))
     if engine.global_rank == 0:
-        append_json(folder / "starts", [engine.global_steps, time.monotonic()])
+        now = time.monotonic()
+        append_json(folder / "starts", [engine.global_steps, now, now - begin])
     for iteration in range(engine.global_steps, NUM_ITERATIONS):
         for death in deaths:
-            rank, at, phase = death.split(":")
+            rank, at, phase, *passes = death.split(":")
             once = folder / death
             if (int(rank), int(at)) == (engine.global_rank, iteration) and not once.exists():
                 once.touch()
-                kill_in(engine, phase, folder)
-        examples = random_examples([9, 5, 14, 7], VOCAB_SIZE, seed=iteration)
-        loss = float(engine.train_batch(examples, strategy=STRATEGIES[iteration % 3]))
+                kill_in(engine, phase, folder, passes=sum(map(int, passes)))
+        loss = float(engine.train_batch(data_of(iteration), strategy=strategies[iteration % 3]))
         if engine.global_rank == 0:
             append_json(folder / "losses", [iteration, loss])
         if iteration % 2:
             engine.save_checkpoint(str(folder / "checkpoints"))
     engine.destroy()
+
+
+def data_of(iteration: int) -> Examples:
+    return random_examples([9, 5, 14, 7], VOCAB_SIZE, seed=iteration)
 
 
 if __name__ == "__main__":

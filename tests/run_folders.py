@@ -101,7 +101,7 @@ def make_plan(
 
 
 def timeline_of(simulation: Simulation, iteration: int, slowdown: float = 1.0) -> Timeline:
-    """What a run would have measured of an iteration that pushes when its last pass is done."""
+    """The timeline that a run would measure of an iteration that pushes after its last pass."""
     links, events = simulation.links, []
     for number, work in enumerate(simulation.works):
         starts_f, ends_f, starts_b, ends_b = slowdown * work.passes_ms() + links.pull_ms
@@ -143,7 +143,7 @@ def timeline_of(simulation: Simulation, iteration: int, slowdown: float = 1.0) -
 
 
 def measure(plan: IterationPlan, slowdown: float = 1.05) -> Timeline:
-    """What the plan promises, some per cent slower, with pull, push and step around it."""
+    """The timeline that the plan promises, some per cent slower, with pull, push and step."""
     simulation = simulate_plan(plan, PROFILE, links_of=lambda _: LINKS, overlap=False)
     return timeline_of(simulation, plan.iteration, slowdown)
 

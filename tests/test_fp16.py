@@ -125,6 +125,7 @@ def scale_after_fp32(folder, batch):
     engine.destroy()
     engine = start_hydra(tiny("llama_tied", seed=1), fp16=FP16)
     engine.load_checkpoint(f"{folder}/fp32")
+    engine.load_checkpoint(folder, load_module_only=True)  # of another scale
     return state_of(engine)[0]
 
 

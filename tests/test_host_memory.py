@@ -14,7 +14,7 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS
 
 from ds_hydra.engine import hydra_engine
-from ds_hydra.engine.ranks.memory import available_bytes
+from ds_hydra.engine.ranks.memory import available_bytes, freeze_gc, unfreeze_gc
 
 
 def frozen_objects():
@@ -39,14 +39,16 @@ def frozen_objects():
     with mock.patch.object(hydra_engine, "_FREEZES_EVERY", 7):
         assert train(first, 5) == 0
         assert train(first, 1) > 100_000
+    first.destroy()
     gc.disable()
-    third = start_hydra(tiny("llama"))
-    assert train(third, 5) == 0, "switched off by the user"
+    freeze_gc()
+    assert gc.get_freeze_count() == 0, "switched off by the user"
     gc.enable()
     gc.freeze()
-    fourth, own = start_hydra(tiny("llama")), gc.get_freeze_count()
-    assert train(fourth, 5) == own, "of the user"
-    gc.unfreeze()
+    own = gc.get_freeze_count()
+    freeze_gc()
+    unfreeze_gc()
+    assert gc.get_freeze_count() == own, "of the user"
 
 
 @pytest.mark.distributed

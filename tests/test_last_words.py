@@ -1,95 +1,91 @@
-"""What a process prints that ends by an error: one sentence, last, by one rank."""
+"""Last words of a process that ends by an error: one sentence, by one rank."""
 
 from __future__ import annotations
 
+import json
 import sys
+from unittest import mock
 
 import pytest
+import torch
 
 from ds_hydra.engine.ranks import agreement, process
-from ds_hydra.errors import HydraConfigError, RankLostError
-
-ERRORS = "ds_hydra.errors."
+from ds_hydra.errors import HydraConfigError, PlanMismatchError, RankLostError
 
 
-def end(error, monkeypatch, capsys, *, rank=0, hook=sys.__excepthook__):
-    """What a rank prints; a pause is told as one."""
-    monkeypatch.setattr(process.time, "sleep", lambda _: print("pause", file=sys.stderr))
-    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    monkeypatch.setenv("RANK", str(rank))
-    try:
-        raise error
-    except (Exception, KeyboardInterrupt) as raised:
-        process._end(hook, type(raised), raised, raised.__traceback__)
-    return capsys.readouterr().err.splitlines()
+def of_all(rank, error):
+    """An error of all ranks, of which `rank` speaks."""
+    return agreement.on_all_ranks(error, rank)
 
 
-def test_the_sentence_comes_last_after_the_users_own_lines(monkeypatch, capsys):
-    printed = end(HydraConfigError("hydra.a is 1, set 2"), monkeypatch, capsys)
-    assert printed[-1] == f"{ERRORS}HydraConfigError: hydra.a is 1, set 2"
-    assert printed.count(printed[-1]) == 1
-    assert sum("test_last_words.py" in line for line in printed) == 1
-
-
-@pytest.mark.parametrize(("rank", "printed"), [(0, ["pause"]), (1, None), (2, ["pause"])])
-def test_of_an_error_of_all_ranks_one_speaks(rank, printed, monkeypatch, capsys):
-    error = agreement.said_by(1, HydraConfigError("no such folder"))
-    setattr(error, agreement._ON_ALL_RANKS, True)
-    found = end(error, monkeypatch, capsys, rank=rank)
-    if printed is None:
-        assert "pause" not in found
-        assert found[-1] == f"{ERRORS}HydraConfigError: rank 1: no such folder"
-    else:
-        assert found == printed
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_lost_rank_is_named_by_all_others(rank, monkeypatch, capsys):
-    error = agreement.said_by(1, RankLostError("rank 3 is gone"))
-    found = end(error, monkeypatch, capsys, rank=rank)
-    assert "pause" not in found
-    assert found[-1] == f"{ERRORS}RankLostError: rank 3 is gone"
-
-
-def test_a_rank_that_cannot_know_speaks_after_a_pause(monkeypatch, capsys):
-    found = end(HydraConfigError("no such folder here"), monkeypatch, capsys, rank=3)
-    assert found[0] == "pause"
-    assert found[-1] == f"{ERRORS}HydraConfigError: rank 3: no such folder here"
-
-
-def test_other_errors_are_left_to_python(monkeypatch, capsys):
-    printed = end(ValueError("of the user"), monkeypatch, capsys, rank=3)
-    assert printed[0] == "Traceback (most recent call last):"
-    assert printed[-1] == "ValueError: of the user"
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_of_ctrl_c_the_first_rank_alone_shows_where_it_was(rank, monkeypatch, capsys):
-    printed = end(KeyboardInterrupt(), monkeypatch, capsys, rank=rank)
-    assert printed[-1:] == ([] if rank else ["KeyboardInterrupt"])
+CONFIG = HydraConfigError("set 2")
+LOST = agreement.said_by(1, RankLostError("rank 3 is gone"))
+PAUSE = "pause"
 
 
 @pytest.mark.parametrize(
     ("error", "rank", "printed"),
     [
-        (HydraConfigError("set 2"), 0, ["in the tracker", f"{ERRORS}HydraConfigError: set 2"]),
-        (
-            agreement.said_by(1, HydraConfigError("set 2")),
-            0,
-            ["pause", f"{ERRORS}HydraConfigError: set 2"],
-        ),
-        (ValueError("mine"), 0, ["in the tracker", "ValueError: mine"]),
+        (CONFIG, 0, ["HydraConfigError: set 2"]),
+        # Who cannot know whether others fail alike speaks after a pause
+        (HydraConfigError("set 2"), 3, [PAUSE, "HydraConfigError: rank 3: set 2"]),
+        (of_all(1, HydraConfigError("set 2")), 0, [PAUSE]),
+        (of_all(1, HydraConfigError("set 2")), 1, ["HydraConfigError: rank 1: set 2"]),
+        (of_all(1, HydraConfigError("set 2")), 2, [PAUSE]),
+        (agreement.said_by(1, HydraConfigError("set 2")), 0, [PAUSE, "HydraConfigError: set 2"]),
+        *((LOST, rank, ["RankLostError: rank 3 is gone"]) for rank in range(3)),
+        (ValueError("mine"), 3, ["ValueError: mine"]),
+        (KeyboardInterrupt(), 0, ["KeyboardInterrupt"]),
         (KeyboardInterrupt(), 1, []),
     ],
 )
-def test_the_hook_of_a_tracker_is_called_for_every_error(error, rank, printed, monkeypatch, capsys):
+def test_one_rank_says_the_sentence_last_and_a_tracker_hears_every_error(
+    error, rank, printed, monkeypatch, capsys
+):
     told = []
 
     def tracker(kind, raised, trace):
         told.append((kind, raised, trace is not None))
-        print("in the tracker", file=sys.stderr)
         sys.__excepthook__(kind, raised, trace)
 
-    lines = end(error, monkeypatch, capsys, rank=rank, hook=tracker)
+    monkeypatch.setattr(process.time, "sleep", lambda _: print(PAUSE, file=sys.stderr))
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", str(rank))
+    try:
+        raise error
+    except (Exception, KeyboardInterrupt) as raised:
+        process._end(tracker, type(raised), raised, raised.__traceback__)
     assert told == [(type(error), error, True)]
-    assert [line for line in lines if not line.startswith(("Traceback", " "))] == printed
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if not line.startswith(("Traceback", " "))]
+    assert [line.removeprefix("ds_hydra.errors.") for line in said] == printed
+    # The user's own line is among those before it
+    has_trace = any("test_last_words.py" in line for line in lines)
+    assert has_trace == (printed not in ([], [PAUSE]))
+
+
+def test_the_first_of_the_ranks_that_fail_speaks_for_all():
+    def broadcast(_texts, source, _device):
+        return ["HydraConfigError", f"on {source}"]
+
+    with (
+        mock.patch.object(agreement, "broadcast_text", broadcast),
+        pytest.raises(HydraConfigError, match="rank 1: on 1") as raised,
+    ):
+        agreement.raise_known(None, [False, True, True], torch.device("cpu"))
+    assert agreement.rank_that_says(raised.value) == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "rel_tol", "is_alike"),
+    [(1.0, 0.0, True), (2, 1e-6, False), (1.0 + 1e-9, 1e-6, True), (1.0 + 1e-9, 0.0, False)],
+)
+def test_settings_of_ranks_are_compared(own, rel_tol, is_alike):
+    first = json.dumps({"lr": 1.0})
+    with (
+        mock.patch.object(agreement, "broadcast_text", return_value=[first]),
+        mock.patch.object(agreement, "raise_together") as raised,
+    ):
+        agreement.check_alike({"lr": own}, torch.device("cpu"), rel_tol=rel_tol)
+    error, _ = raised.call_args.args
+    assert error is None if is_alike else isinstance(error, PlanMismatchError)

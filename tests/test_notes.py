@@ -1,4 +1,4 @@
-"""What the engine notes is read by who starts it, unless the program has logging of its own."""
+"""Notes of the engine are read by who starts it, unless the program has logging of its own."""
 
 import io
 import logging
@@ -15,7 +15,7 @@ PACKAGE = logging.getLogger("ds_hydra")
 
 
 def without_logging(monkeypatch, handlers=()):
-    """As in a program that has set up these handlers, which gets this stderr; called by the test
+    """Be in a program that has set up these handlers, which gets this stderr; called by the test
     itself, as pytest adds handlers of its own before.
     """
     monkeypatch.setattr(logging.root, "handlers", list(handlers))

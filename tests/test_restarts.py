@@ -106,7 +106,7 @@ def test_torchrun_restarts_and_the_curve_goes_on(tmp_path, whole_curve):
     # Each death is one restart; others are a taken port's alone.
     tries = len(read_json_lines(tmp_path / "tries"))
     assert tries == 3 or "address already in use" in log.lower(), log[-20_000:]
-    assert [step for step, _ in read_json_lines(tmp_path / "starts")] == [0, 2, 6]
+    assert [step for step, *_ in read_json_lines(tmp_path / "starts")] == [0, 2, 6]
     check_curve(tmp_path, whole_curve)
 
 
@@ -116,5 +116,5 @@ def test_the_deepspeed_launcher_fails_with_the_rank_named_and_starts_again(tmp_p
     assert deepspeed(tmp_path, "first.log", "1:5:backward") not in (0, None)
     assert "rank 1 is gone: its process ended" in (tmp_path / "first.log").read_text()
     assert deepspeed(tmp_path, "second.log") == 0, (tmp_path / "second.log").read_text()[-4000:]
-    assert [step for step, _ in read_json_lines(tmp_path / "starts")] == [0, 4]
+    assert [step for step, *_ in read_json_lines(tmp_path / "starts")] == [0, 4]
     check_curve(tmp_path, whole_curve)

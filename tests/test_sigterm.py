@@ -20,7 +20,7 @@ DEVICE = torch.device("cpu")
 
 
 class Engine:
-    """Who watches."""
+    """A watcher."""
 
 
 @pytest.fixture

@@ -57,13 +57,13 @@ def pair():
 
 
 def close_without_a_word(one):
-    """As a process that is killed."""
+    """End as a process that is killed."""
     with mock.patch.object(one, "_tell"):
         one.close()
 
 
 def wait_for_verdict(one):
-    """What `one` gets to know of another rank."""
+    """Return what `one` gets to know of another rank."""
     wait_until(lambda: one._relevant_verdict() is not None)
     return one._relevant_verdict()
 
@@ -187,7 +187,7 @@ def test_an_error_that_one_rank_alone_raises_is_told(pair):
 
 @pytest.mark.parametrize("orderly", [False, True])
 def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly):
-    """In collectives that are not the engine's: one that breaks names the rank."""
+    """A collective that breaks and is not the engine's names the rank."""
     if orderly:
         with pair[0].section("propagation"):
             pass
@@ -207,8 +207,10 @@ def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly):
 
 def test_a_failure_between_two_calls_is_told_once_and_is_the_reason_of_the_end(pair):
     error = ValueError("in a callback")
-    for _ in range(2):
-        assert pair[1].find_cause(error) is None
+    with mock.patch.object(pair[1], "_tell", wraps=pair[1]._tell) as tell:
+        for _ in range(2):
+            assert pair[1].find_cause(error) is None
+    assert tell.call_count == 1
     verdict = wait_for_verdict(pair[0])
     assert verdict.text == "failed between two calls of the engine: ValueError: in a callback"
     assert verdict.section is not None

@@ -6,7 +6,7 @@ import os
 
 from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import tell
-from ds_hydra.doctor.examination import Examination, Request
+from ds_hydra.doctor.examination import Examination
 from ds_hydra.doctor.findings import Report, Status
 
 SECONDS = 40.0 if HAS_GPU else 10.0
@@ -28,9 +28,8 @@ def main() -> None:
             tell_all(report)
         os._exit(1)
 
-    report = Examination(
-        Request(device="h100" if HAS_GPU else None, seconds=SECONDS), on_hang
-    ).run()
+    hardware = "h100" if HAS_GPU else None
+    report = Examination(on_hang, SECONDS, 60.0, hardware).run()
     tell_all(report)
 
 

@@ -57,7 +57,7 @@ def doctor(
         stdout = os.dup(1)
         with common.stdout_to_stderr():
             # The imports take seconds.
-            from ds_hydra.doctor.examination import Examination, Request, check_launch
+            from ds_hydra.doctor.examination import Examination, check_launch
 
             check_launch()
 
@@ -68,8 +68,7 @@ def doctor(
                         _print(report, out, as_json, file)
                 os._exit(1)
 
-            request = Request(device=device, seconds=seconds, limit_s=timeout)
-            report = Examination(request, on_hang).run()
+            report = Examination(on_hang, seconds, timeout, device).run()
             is_first_rank = common.leave_ranks() == 0
         if is_first_rank:
             _print(report, out, as_json, sys.stdout)

@@ -8,11 +8,9 @@ process, and whether exchanges and collectives of many strategies in a row ever 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +39,7 @@ from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
 from ds_hydra.engine.ranks.process import can_overlap, leave_out_shared_memory
-from ds_hydra.environment import is_first_on_host
+from ds_hydra.engine.ranks.turns import first_on_node
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner.iteration import plan_iteration
@@ -50,22 +48,9 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.schemes.placement import groups_of_all, link_groups
 
-_COMPILE_S = 900.0
-"""Seconds, far more than the planner takes to compile on cores that do other things too."""
 _LEAST_STRESS_S, _STRESS_SHARE = 2.0, 0.5
 """Iterations that look for hangs take this share of the time that is left."""
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """`device`: name or file of a hardware description. `seconds`: for all checks. `limit_s`: limit
-    of a step, which hangs beyond it.
-    """
-
-    device: str | None = None
-    seconds: float = 180.0
-    limit_s: float = 60.0
 
 
 @contextlib.contextmanager
@@ -92,11 +77,14 @@ class Examination:
     """Run the checks of this rank and return their findings. Collective over all ranks.
 
     `on_hang(report)` is called on rank 0 where a rank hangs or fails, with what was found so far,
-    on the other ranks with None; the process should end in it.
+    on the other ranks with None; the process should end in it. `hardware` is the name or file of a
+    description, `seconds` are for all checks, and a step hangs that takes longer than `limit_s`.
     """
 
-    request: Request
     on_hang: Callable[[Report | None], None]
+    seconds: float
+    limit_s: float
+    hardware: str | None = None
     findings: list[Finding] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
 
@@ -112,17 +100,16 @@ class Examination:
         name = str(accelerator.device_name())
         if name == "cuda":
             name = torch.cuda.get_device_name()
-        hardware = findings.find_hardware(
-            self.request.device, torch.device(accelerator.device_name()), name
-        )
-        limit_s = 2 * self.request.limit_s + 30 + _COMPILE_S
-        device = join_ranks(timeout=datetime.timedelta(seconds=limit_s))
-        self._compile_planner(is_first=is_first_on_host())
+        device = torch.device(accelerator.device_name())
+        hardware = findings.find_hardware(self.hardware, device, name)
+        device = join_ranks()
+        with first_on_node("compiling the planner"):  # the first time ever it takes a minute
+            warm_up()
         monitor = HangMonitor(
             dist.distributed_c10d._get_default_store(),
             dist.get_rank(),
             dist.get_world_size(),
-            limit_s=self.request.limit_s,
+            limit_s=self.limit_s,
             on_end=self._end,
         )
         try:
@@ -132,18 +119,6 @@ class Examination:
             raise
         monitor.close()
         return self.report()
-
-    @staticmethod
-    def _compile_planner(*, is_first: bool) -> None:
-        """Load the planner before steps are watched: the first time ever it is compiled for a
-        minute, which the first rank of a host does while the others wait for it.
-        """
-        store = dist.distributed_c10d._get_default_store()
-        key = f"doctor/compiled/{socket.gethostname()}"
-        if not is_first:
-            store.wait([key], datetime.timedelta(seconds=_COMPILE_S))
-        warm_up()
-        store.set(key, "1")
 
     def report(self) -> Report:
         """The report of all findings so far."""
@@ -177,13 +152,9 @@ class Examination:
         everyone = range(dist.get_world_size())
         groups = GroupPool(None, device)
         with monitor.step("connecting all ranks"):
-            groups.create([("doctor", everyone)])
+            groups.create([(purpose, everyone) for purpose in findings.LINK_PURPOSES])
         with monitor.step("rates of links"):
-            self.findings += findings.check_links(
-                device, hosts, hardware, groups.get("doctor", everyone)
-            )
-        with monitor.step("rates of all-to-alls"):
-            self.findings.append(findings.check_all_to_all(device, hosts, hardware, groups))
+            self.findings += findings.check_links(device, hosts, hardware, groups)
         groups.destroy()
         keys = [*groups_of_all(pick_strategies(len(everyone))), *link_groups(len(everyone), None)]
         self.findings.append(findings.check_communicators(keys, here, device))
@@ -252,7 +223,7 @@ class Examination:
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)
-        return max(_LEAST_STRESS_S, _STRESS_SHARE * (self.request.seconds - gone))
+        return max(_LEAST_STRESS_S, _STRESS_SHARE * (self.seconds - gone))
 
 
 def describe(report: Report) -> str:

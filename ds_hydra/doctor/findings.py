@@ -5,7 +5,6 @@ be expected: links between them, and the speed of each.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import json
 import os
@@ -26,7 +25,6 @@ from deepspeed.accelerator import get_accelerator
 from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
 from ds_hydra.engine.model.attention_contract import Demand
 from ds_hydra.engine.parallel.groups import (
-    BLOCKS,
     MAX_MULTICAST_OBJECTS,
     GroupPool,
     describe_groups,
@@ -80,17 +78,6 @@ class Finding:
         """A check that ends well, or as `otherwise` says and with its advice."""
         status, advice = (Status.OK, "") if is_well else (otherwise, advice)
         return cls(check=check, status=status, text=text, advice=advice, figures=figures)
-
-    @classmethod
-    def of_unknown_hardware(cls, check: str, text: str, figures: Mapping[str, Any]) -> Finding:
-        """A figure that no description of hardware says anything about."""
-        return cls(
-            check=check,
-            status=Status.SKIPPED,
-            text=f"{text}; nothing to compare with",
-            advice="--hardware NAME (a shipped hardware description, or a file of your own)",
-            figures=figures,
-        )
 
     def to_json(self) -> dict[str, Any]:
         """The finding as in `ds_hydra.doctor/1`."""
@@ -216,73 +203,54 @@ def check_attention(device: torch.device) -> Finding:
     text += ("" if softcap else "; softcap needs flash-attn") + (
         f"; {told.reasons()}" if told.passed_over else ""
     )
-    figures = {"kernel": names, "relative_errors": errors, "softcap": softcap}
     failed = dict.fromkeys(name for choice in choices.values() for name in choice.failed)
-    return Finding(
-        check="attention",
-        status=Status.WARNING if failed else Status.OK,
-        text=text,
-        figures=figures,
-        advice=f"reinstall {' and '.join(failed)} for this version of torch and CUDA, or leave it"
-        if failed
-        else "",
+    return Finding.judge(
+        "attention",
+        text,
+        is_well=not failed,
+        advice=f"reinstall {' and '.join(failed)} for this version of torch and CUDA, or leave it",
+        figures={"kernel": names, "relative_errors": errors, "softcap": softcap},
     )
 
 
 def check_system(num_ranks_here: int) -> list[Finding]:
     """Limits of this host that stop a run: shared memory, open files, memory, CPU cores."""
-    return [_check_shared_memory(), _check_files(), _check_host(num_ranks_here)]
-
-
-def _check_shared_memory() -> Finding:
-    try:
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-    except OSError:
-        return Finding(
-            check="shared memory", status=Status.WARNING, text=f"there is no {_SHARED_MEMORY}"
-        )
-    text, figures = f"{free / 2**30:.1f} GiB free in {_SHARED_MEMORY}", {"free_bytes": free}
-    return Finding.judge(
-        "shared memory",
-        text,
-        is_well=free >= _LEAST_SHARED_BYTES,
-        advice="start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
-        figures=figures,
-    )
-
-
-def _check_files() -> Finding:
+    shared = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text, figures = f"{soft:,} open files allowed", {"soft": soft, "hard": hard}
-    return Finding.judge(
-        "open files",
-        text,
-        is_well=soft >= _LEAST_FILES,
-        advice=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} before the launcher",
-        figures=figures,
-    )
-
-
-def _check_host(num_ranks_here: int) -> Finding:
     cores, free = len(os.sched_getaffinity(0)), available_bytes()
-    text = f"{cores} cores and {free / 2**30:.0f} GiB of memory free for {num_ranks_here} ranks"
-    figures = {"cores": cores, "free_bytes": free, "ranks": num_ranks_here}
     is_device = get_accelerator().device_name() != "cpu"
-    return Finding.judge(
-        "host",
-        text,
-        is_well=cores >= num_ranks_here * (2 if is_device else 1),
-        advice="give every rank a core, and a second one on an accelerator for its exchanges; times below are too long",
-        figures=figures,
-    )
+    return [
+        Finding.judge(
+            "shared memory",
+            f"{shared / 2**30:.1f} GiB free in {_SHARED_MEMORY}",
+            is_well=shared >= _LEAST_SHARED_BYTES,
+            advice="start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
+            figures={"free_bytes": shared},
+        ),
+        Finding.judge(
+            "open files",
+            f"{soft:,} open files allowed",
+            is_well=soft >= _LEAST_FILES,
+            advice=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} before the launcher",
+            figures={"soft": soft, "hard": hard},
+        ),
+        Finding.judge(
+            "host",
+            f"{cores} cores and {free / 2**30:.0f} GiB of memory free for {num_ranks_here} ranks",
+            is_well=cores >= num_ranks_here * (2 if is_device else 1),
+            advice="give every rank a core, and a second one on an accelerator for its exchanges; times below are too "
+            "long",
+            figures={"cores": cores, "free_bytes": free, "ranks": num_ranks_here},
+        ),
+    ]
 
 
 CPU_NAME = "one CPU core"
 _LINK_REPEATS = 5
-_MUCH_FASTER = 1.2
-"""All-to-alls by other thread blocks over those by as many as pulls take, from which it is said."""
 _LEAST_SHARE = 0.5
 """Least share of the described rate. Below it plans count on links that are not there."""
+LINK_PURPOSES = ("doctor", "pull")
+"""Groups by which links are measured: one of their own, and one with the thread blocks of pulls."""
 _DEVICE_BYTES, _HOST_BYTES = 64 << 20, 4 << 20
 """Bytes of one message, on an accelerator and between CPU ranks."""
 
@@ -298,23 +266,29 @@ def find_hardware(name: str | None, device: torch.device, device_name: str) -> H
 
 
 def check_links(
-    device: torch.device, hosts: Hosts, hardware: Hardware | None, pairs: dist.ProcessGroup
+    device: torch.device, hosts: Hosts, hardware: Hardware | None, groups: GroupPool
 ) -> list[Finding]:
-    """Rates of all-reduces of all ranks, and of messages between neighbours of a host and between
-    all ranks of two hosts. Collective over all ranks.
+    """Rates of all-reduces of all ranks, of their all-to-alls as pulls make them, and of messages
+    between neighbours of a host and between all ranks of two hosts. Collective over all ranks.
 
-    `pairs` is a group of all ranks that nothing else uses.
+    `groups` has one of all ranks for each of `LINK_PURPOSES`.
     """
     clock = DeviceClock(device)
     world = dist.get_world_size()
     if world == 1:
         return [Finding(check="links", status=Status.SKIPPED, text="one rank has no links")]
+    pairs, pulls = (groups.get(purpose, range(world)) for purpose in LINK_PURPOSES)
     nbytes = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
-    message = torch.ones(nbytes // 4, device=device)
+    message = torch.ones(nbytes // 4 // world * world, device=device)
+    received = torch.empty_like(message)
+    of_rank = (world - 1) / world * message.nbytes
     of_all = len(hosts.names) > 1
-    seconds = _median_s(clock, lambda: dist.all_reduce(message, group=pairs))
-    rate = 2 * (world - 1) / world * nbytes / seconds
-    findings = [_judge("all-reduce", rate, hardware, across=of_all)]
+    findings = []
+    for name, sent_bytes, run in (
+        ("all-reduce", 2 * of_rank, lambda: dist.all_reduce(message, group=pairs)),
+        ("all-to-all", of_rank, lambda: dist.all_to_all_single(received, message, group=pulls)),
+    ):
+        findings.append(_judge(name, sent_bytes / _median_s(clock, run), hardware, across=of_all))
     inside, across = neighbours(hosts.of_rank)
     for name, chosen in (("links inside a host", inside), ("links between hosts", across)):
         if chosen:
@@ -332,42 +306,6 @@ def check_links(
                 )
             findings.append(found)
     return findings
-
-
-def check_all_to_all(
-    device: torch.device, hosts: Hosts, hardware: Hardware | None, groups: GroupPool
-) -> Finding:
-    """Rate of all-to-alls of all ranks as pulls make them, by the thread blocks that NCCL may take
-    for them. Collective over all ranks.
-    """
-    clock, world = DeviceClock(device), dist.get_world_size()
-    if world == 1:
-        return Finding(check="all-to-all", status=Status.SKIPPED, text="one rank has no links")
-    nbytes = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
-    sent = torch.ones(nbytes // 4 // world * world, device=device)
-    received = torch.empty_like(sent)
-    # Without NCCL one is like the other
-    tried = BLOCKS if device.type == "cuda" else {"pull by 8 blocks": 8}
-    rates = {}
-    for purpose, blocks in tried.items():
-        groups.create([(purpose, range(world))])
-        group = groups.get(purpose, range(world))
-        run = functools.partial(dist.all_to_all_single, received, sent, group=group)
-        rates[blocks] = (world - 1) / world * nbytes / _median_s(clock, run)
-    finding = _judge("all-to-all", rates[8], hardware, across=len(hosts.names) > 1)
-    best = max(rates, key=rates.__getitem__)
-    by_blocks = ", ".join(f"{rate / 1e9:.0f} by {blocks}" for blocks, rate in rates.items())
-    is_well = rates[best] < _MUCH_FASTER * rates[8]
-    advice = f"NCCL_MAX_CTAS={best} in the environment of all ranks lets pull and push take {best} thread blocks"
-    return replace(
-        finding,
-        status=finding.status if is_well else Status.WARNING,
-        text=f"{finding.text}; GB/s by thread blocks: {by_blocks}"
-        if len(rates) > 1
-        else finding.text,
-        advice=finding.advice if is_well else advice,
-        figures={**finding.figures, "bytes_per_s_by_blocks": rates},
-    )
 
 
 def check_communicators(
@@ -451,7 +389,13 @@ def _judge(
     text = f"{rate / 1e9:.2f} GB/s{where}"
     figures: dict[str, object] = {"bytes_per_s": rate, "pair": slowest}
     if hardware is None:
-        return Finding.of_unknown_hardware(check, text, figures)
+        return Finding(
+            check=check,
+            status=Status.SKIPPED,
+            text=f"{text}; nothing to compare with",
+            advice="--hardware NAME (a shipped hardware description, or a file of your own)",
+            figures=figures,
+        )
     wanted = hardware.inter_node_rate if across else hardware.intra_node_rate
     if across and check != "all-reduce":
         wanted /= hardware.devices_per_node  # a node's links, shared by its devices
@@ -494,12 +438,10 @@ def check_speed_of_ranks(device: torch.device) -> Finding:
     all_ms = gather_rows(mine).flatten().tolist()
     slowest = max(range(len(all_ms)), key=all_ms.__getitem__)
     ratio = all_ms[slowest] / statistics.median(all_ms)
-    text = f"slowest is rank {slowest}, {ratio:.2f} x the median"
-    figures = {"matmul_ms": all_ms}
     return Finding.judge(
         "speed of ranks",
-        text,
+        f"slowest is rank {slowest}, {ratio:.2f} x the median",
         is_well=ratio <= _MOST_BEHIND,
         advice="look at clocks, temperature and other processes of that device; a second run tells noise from damage",
-        figures=figures,
+        figures={"matmul_ms": all_ms},
     )

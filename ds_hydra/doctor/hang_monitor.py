@@ -13,9 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -130,7 +129,7 @@ class HangMonitor:
             self._step,
             self._text,
             time.monotonic() - self._since,
-            self._places(),
+            find_places(),
             self._error,
         ]
         keys = [f"doctor/state/{rank}" for rank in range(self._num_ranks)]
@@ -151,12 +150,6 @@ class HangMonitor:
                 with contextlib.suppress(RuntimeError):
                     self._store.set("doctor/told", "1")
 
-    def _places(self) -> list[str]:
-        """The innermost line of this package in each thread that runs it."""
-        frames = sys._current_frames()
-        del frames[threading.get_ident()]
-        return find_places(frames)
-
     def _read_state(self, rank: int) -> State:
         key = f"doctor/state/{rank}"
         if not self._store.check([key]):
@@ -164,17 +157,17 @@ class HangMonitor:
         return State(rank, *json.loads(self._store.get(key)))
 
 
-def find_places(frames: Mapping[int, Any]) -> list[str]:
-    """`file:line function` of the innermost frame of this package in each thread, main thread
-    first. Threads that only wait for work are left out.
+def find_places() -> list[str]:
+    """`file:line function` of the innermost frame of this package in each other thread, main
+    thread first. Threads that only wait for work are left out.
     """
+    frames, main = sys._current_frames(), threading.main_thread().ident
     places = []
-    for _, frame in sorted(
-        frames.items(), key=lambda item: item[0] != threading.main_thread().ident
-    ):
-        inside = [s for s in traceback.extract_stack(frame) if f"/{_PACKAGE}/" in s.filename]
-        if inside and inside[-1].name not in ("_serve", "_serve_until_closing"):
-            last = inside[-1]
-            file = last.filename.rpartition(f"/{_PACKAGE}/")[2]
-            places.append(f"{file}:{last.lineno} {last.name}")
+    for thread in sorted(frames.keys() - {threading.get_ident()}, key=lambda own: own != main):
+        for frame in reversed(traceback.extract_stack(frames[thread])):
+            _, is_inside, file = frame.filename.rpartition(f"/{_PACKAGE}/")
+            if is_inside:
+                if frame.name not in ("_serve", "_serve_until_closing"):
+                    places.append(f"{file}:{frame.lineno} {frame.name}")
+                break
     return places

@@ -354,11 +354,8 @@ class HydraEngine(CheckpointingEngine):
         return outcomes
 
     def _look_after_memory(self) -> None:
-        """Count an iteration; what is done beside some: copies for checkpoints, and the collector
-        of garbage.
-        """
+        """Count an iteration; look after a checkpoint beside it, and the collector of garbage."""
         self._num_trained += 1
-        self._reserve_copies()
         self._settle_saving(waits=False)
         if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
             freeze_gc()

@@ -60,50 +60,35 @@ class HostCopies:
     """
 
     def __init__(self, device: torch.device, num_sharing: int) -> None:
-        self._device, self._pins = device, device.type != "cpu"
+        self._pins = device.type != "cpu"
         self._num_sharing = num_sharing
         self._buffers: list[Tensor] = []
         self._free: dict[int, list[Tensor]] = {}
-        self._reserving: threading.Thread | None = None
 
     def begin(self) -> None:
         """Take all buffers for free. What no copy takes until the next call is released then."""
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
         self._free = defaultdict(list)
         for buffer in self._buffers:
             self._free[buffer.numel()].append(buffer)
         self._buffers = []
-
-    def reserve(self, tensors: Iterable[Tensor]) -> None:
-        """Let a thread allocate buffers for copies of `tensors`, where memory holds them."""
-        sizes = list(_storages(tensors).values())
-        if self._find_missing(sum(sizes)) is None:
-            allocate = functools.partial(self._allocate_all, sizes)
-            self._reserving = threading.Thread(target=allocate, name="ds_hydra-copies")
-            self._reserving.start()
-
-    def _allocate_all(self, sizes: Sequence[int]) -> None:
-        if self._pins:
-            get_accelerator().set_device(self._device.index)  # a thread begins with the first one
-        for size in sizes:
-            if size >= _LARGE_BYTES and threading.main_thread().is_alive():
-                self._buffers.append(self._allocate(size).zero_())
 
     def take(self, state: Any) -> Any | None:
         """A copy of `state` as it is now, for another thread; tensors that share memory share it
         there. None, with a warning, where the host's memory does not hold it.
         """
         leaves = tree_leaves(state)
-        sizes = _storages(leaves).values()
         kept = {size: len(buffers) for size, buffers in self._free.items()}
         new = 0
-        for size in sizes:
+        for size in _storage_bytes(leaves):
             kept[size] = kept.get(size, 0) - 1
             new += size if kept[size] < 0 else 0
-        if missing := self._find_missing(new):
-            logger.warning(f"training waits for the checkpoint's files: {missing}")
+        share = _SHARE * available_bytes() / self._num_sharing
+        if new >= _LARGE_BYTES and new > share:
+            logger.warning(
+                f"training waits for the checkpoint's files: a copy of this rank's states takes {new / 1e9:.3g} GB of "
+                f"the host's memory, and its share is {share / 1e9:.3g} GB; free memory, or set "
+                "hydra.checkpoint.asynchronous to false"
+            )
             return None
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad():
@@ -112,16 +97,6 @@ class HostCopies:
         if self._pins:
             get_accelerator().synchronize()  # before the next step changes what is copied
         return taken
-
-    def _find_missing(self, num_bytes: int) -> str | None:
-        """Why the host cannot hold as many bytes more of each rank; None where it can."""
-        share = _SHARE * available_bytes() / self._num_sharing
-        if num_bytes < _LARGE_BYTES or num_bytes <= share:
-            return None
-        return (
-            f"a copy of this rank's states takes {num_bytes / 1e9:.3g} GB of the host's memory, and its share is "
-            f"{share / 1e9:.3g} GB; free memory, or set hydra.checkpoint.asynchronous to false"
-        )
 
     def _copy(self, leaf: Tensor, copied: dict[int, torch.UntypedStorage]) -> Tensor:
         storage = leaf.untyped_storage()
@@ -139,12 +114,11 @@ class HostCopies:
     def _find_buffer(self, size: int) -> Tensor:
         if size < _LARGE_BYTES:
             return torch.empty(size, dtype=torch.uint8)
-        free = self._free.get(size)
-        self._buffers.append(free.pop() if free else self._allocate(size))
+        if free := self._free.get(size):
+            self._buffers.append(free.pop())
+        else:
+            self._buffers.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pins))
         return self._buffers[-1]
-
-    def _allocate(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -157,10 +131,10 @@ def _is_plain(leaf: Any) -> bool:
     )
 
 
-def _storages(leaves: Iterable[Any]) -> dict[int, int]:
+def _storage_bytes(leaves: Iterable[Any]) -> Iterable[int]:
     """Bytes of each storage of tensors among `leaves` that can be copied."""
     storages = (leaf.untyped_storage() for leaf in leaves if _is_plain(leaf))
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage._cdata: storage.nbytes() for storage in storages}.values()
 
 
 class SavingBeside:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing import files
@@ -110,8 +109,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 self._together(saving.check_shared)
                 folder = str(saving.folder)
                 if is_beside:
-                    self._find_copies().begin()
-                    self.checkpoint_engine.hold = self._find_copies().take
+                    self.checkpoint_engine.hold = self._begin_copies()
                 with saving_shards():
                     super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
                 if is_beside:
@@ -170,23 +168,13 @@ class CheckpointingEngine(DeepSpeedEngine):
             raise
         self._beside = None
 
-    def _find_copies(self) -> HostCopies:
-        """The memory for copies of this rank's states."""
+    def _begin_copies(self) -> Callable[[Any], Any]:
+        """The copier of this checkpoint's states, into the memory of the one before."""
         if self._copies is None:
             beside = self.propagator.hosts.ranks_beside(self.global_rank)
             self._copies = HostCopies(self.device, len(beside))
-        return self._copies
-
-    def _reserve_copies(self) -> None:
-        """Allocate memory for the first checkpoint's copies, which takes several times as long as
-        they do, beside training. Not collective.
-        """
-        if self._copies is None and self._hydra_config.checkpoint.asynchronous:
-            of_params = self.optimizer.optimizer.state.values()
-            states = (value for state in of_params for value in state.values())
-            tensors = [value for value in states if isinstance(value, Tensor)]
-            tensors += self.optimizer.fp32_partitioned_groups_flat
-            self._find_copies().reserve(tensors)
+        self._copies.begin()
+        return self._copies.take
 
     def _agree_on_saving(self, save_dir: Any, tag: Any) -> str:
         """The id of a saving whose arguments are valid and equal on all ranks."""

@@ -355,7 +355,6 @@ def put_in_place(written: Path, target: Path) -> None:
     if os.path.lexists(target):
         target.rename(replaced)
     written.rename(target)
-    _date_last(target)
     _sync_folder(target.parent)
     if os.path.lexists(replaced):
         _forget(replaced, target)
@@ -413,17 +412,6 @@ def make_folder(folder: Path, key: str) -> None:
         ) from error
 
 
-def _date_last(target: Path) -> None:
-    """Give no folder beside `target` a later date: transformers keeps the latest checkpoints by
-    date, and a clock that was set back would make the new one the first to be removed.
-    """
-    beside = [path for path in target.parent.iterdir() if path.is_dir() and path != target]
-    latest = max((path.stat().st_mtime for path in beside), default=0.0)
-    if latest >= target.stat().st_mtime:
-        with contextlib.suppress(OSError):  # not every mount can
-            os.utime(target, (latest + 1, latest + 1))
-
-
 def restore_replaced(save_dir: Path) -> None:
     """Put back a checkpoint whose replacement did not arrive; forget one whose replacement did."""
     for replaced in save_dir.glob(f"{REPLACED_PREFIX}*"):
@@ -467,15 +455,13 @@ def _write_manifest(folder: Path, digests: Mapping[str, Any], world_size: int) -
         raise CheckpointError(
             f"{folder} lacks {sorted(missing)[0]}, which a rank has written there"
         )
-    _write_json(
-        folder / MANIFEST_NAME,
-        {
-            "schema": MANIFEST_SCHEMA,
-            "version": __version__,
-            "world_size": world_size,
-            "files": files,
-        },
-    )
+    manifest = {
+        "schema": MANIFEST_SCHEMA,
+        "version": __version__,
+        "world_size": world_size,
+        "files": files,
+    }
+    _write_text(folder / MANIFEST_NAME, json.dumps(manifest, indent=1))
 
 
 def verify(folder: Path, *, reader: int = 0, num_readers: int = 1) -> None:
@@ -531,7 +517,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
 def _others(folder: Path) -> str:
     """Advice: which other checkpoints lie beside `folder`, the newest first."""
     manifests = [p for p in folder.parent.glob(f"[!.]*/{MANIFEST_NAME}") if p.parent != folder]
-    manifests.sort(key=lambda path: path.parent.stat().st_mtime_ns, reverse=True)
+    manifests.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     tags = [path.parent.name for path in manifests]
     if not tags:
         return ""
@@ -641,10 +627,6 @@ def _replace_text(path: Path, text: str) -> None:
     _write_text(aside, text)
     os.replace(aside, path)
     _sync_folder(path.parent)
-
-
-def _write_json(path: Path, document: Mapping[str, Any]) -> None:
-    _write_text(path, json.dumps(document, indent=1))
 
 
 def _write_text(path: Path, text: str) -> None:

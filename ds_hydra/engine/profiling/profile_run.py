@@ -4,7 +4,6 @@ the profile.
 
 from __future__ import annotations
 
-import datetime
 import os
 import re
 from collections.abc import Sequence
@@ -67,7 +66,7 @@ def use_device() -> None:
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def join_ranks(timeout: datetime.timedelta = default_pg_timeout) -> torch.device:
+def join_ranks() -> torch.device:
     """This rank's device, after joining the ranks that a launcher has started; alone where none
     has.
     """
@@ -78,7 +77,7 @@ def join_ranks(timeout: datetime.timedelta = default_pg_timeout) -> torch.device
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     if not dist.is_initialized():
         try:
-            deepspeed.init_distributed(timeout=timeout)
+            deepspeed.init_distributed(timeout=default_pg_timeout)
         except RuntimeError as error:
             raise _of_shared_device(error) from error
     return torch.device(get_accelerator().current_device_name())

@@ -53,17 +53,16 @@ def process_bytes(field: str) -> int:
     """A line of Linux' /proc/self/status, such as "VmRSS" or "VmHWM" (its peak), in bytes; 0
     elsewhere.
     """
-    return _read_kib("self/status", field) or 0
+    return 1024 * (_read_number("/proc/self/status", f"{field}:") or 0)
 
 
-def _read_kib(file: str, field: str) -> int | None:
-    """The line of `field` in a file of /proc, in bytes; None where there is none."""
-    try:
-        lines = Path("/proc", file).read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else None
+def _read_number(path: str | Path, name: str) -> int | None:
+    """Return the number behind `name` in a file of the kernel; None where there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
+                return int(line.split()[1])
+    return None
 
 
 def forget_peak() -> None:
@@ -84,8 +83,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 _GROUP_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("memory.max", "memory.current", "inactive_file "),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
 }
 """Limit, usage, and the line of memory.stat that counts files read before, which the kernel drops
 when memory is wanted: of control groups by the controller's name in /proc/self/cgroup, which is
@@ -97,8 +96,8 @@ def available_bytes() -> float:
     """Bytes of memory that this host and all control groups above this process have left; infinite
     where none of them says.
     """
-    of_host = _read_kib("meminfo", "MemAvailable")
-    found = [] if of_host is None else [float(of_host)]
+    of_host = _read_number("/proc/meminfo", "MemAvailable:")
+    found = [] if of_host is None else [1024.0 * of_host]
     with contextlib.suppress(OSError):  # not Linux
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -117,18 +116,9 @@ def _left_in_groups(controllers: str, path: str) -> Iterator[float]:
         limit, used, dropped = _GROUP_FILES[name]
         with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
             limit_bytes, used_bytes = (float((folder / file).read_text()) for file in (limit, used))
-            yield limit_bytes - used_bytes + _read_stat(folder / "memory.stat", dropped)
+            yield limit_bytes - used_bytes + (_read_number(folder / "memory.stat", dropped) or 0)
         if folder == root:
             return
-
-
-def _read_stat(path: Path, field: str) -> float:
-    """Return the number of a line of memory.stat; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
-            if line.startswith(f"{field} "):
-                return float(line.split()[1])
-    return 0.0
 
 
 _SHARE = 0.9

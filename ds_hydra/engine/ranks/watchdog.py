@@ -9,8 +9,8 @@ which one call holds Python's lock, and nobody can tell these two apart. Rank 0 
 which rank it was, and each rank raises RankLostError out of its broken collective, or ends itself
 where it would wait for ever. Between the engine's calls (callbacks, collectives of TRL or the user)
 it ends itself only where it stands in a collective: what else it does there may be finished.
-Messages are fixed records and a short text; nothing in them is unpickled, and a connection has to
-begin with a random token that went through the process group.
+Messages are lines of JSON, so nothing in them is unpickled, and a connection has to begin with a
+random token that went through the process group.
 
 It begins with a process' first engine, before anything else is exchanged, and ends with the last
 one's `destroy`, in which each rank waits until all have come to theirs. A rank that is lost before
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import multiprocessing.util
 import os
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -75,11 +76,9 @@ class Verdict:
     """Whether the rank has told that it leaves."""
 
     @property
-    def kind(self) -> int:
-        """Kind of the message that tells the others."""
-        if self.section is not None:
-            return FAILED
-        return LEFT if self.is_orderly else LOST
+    def is_loss(self) -> bool:
+        """Whether the rank has neither failed in a section nor told that it leaves."""
+        return self.section is None and not self.is_orderly
 
 
 class Watchdog:
@@ -259,8 +258,8 @@ class Watchdog:
 
     def find_loss(self) -> Verdict | None:
         """The loss of a rank that has not told that it leaves, if any is known."""
-        is_loss = self._verdict is not None and self._verdict.kind == LOST
-        return self._verdict if is_loss else None
+        verdict = self._verdict
+        return verdict if verdict is not None and verdict.is_loss else None
 
     def close(self, reason: str = _ENGINE_DESTROYED) -> None:
         """Tell the others that this rank leaves, and end without waiting for them."""
@@ -308,7 +307,7 @@ class Watchdog:
                     )
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
-                    peer.send(ALIVE, self._rank, 0, "")
+                    peer.send(_ALIVE)
             self._say_who_waits(now)
             self._end_if_stuck(now)
 
@@ -345,11 +344,11 @@ class Watchdog:
             return
         peer.last_seen = time.monotonic()
         peer.buffer += data
-        for kind, rank, section, text in peer.take_records():
-            peer.has_left |= kind == LEFT and rank == peer.rank
-            if kind != ALIVE:
-                section_told = section if kind == FAILED else None
-                self._hear(Verdict(rank, text, section_told, is_orderly=kind == LEFT))
+        *lines, peer.buffer = peer.buffer.split(b"\n")
+        for line in filter(None, lines):
+            verdict = Verdict(*json.loads(line))
+            peer.has_left |= verdict.is_orderly and verdict.rank == peer.rank
+            self._hear(verdict)
 
     def _drop(self, peer: Peer, text: str) -> None:
         self._selector.unregister(peer.connection)
@@ -390,14 +389,14 @@ class Watchdog:
             if self._is_inside:
                 self._deadline = time.monotonic() + self._grace_s
             # The others may be about to end, or to raise the same: said where they do not.
-            if verdict.kind == LOST and not self._is_leaving:
+            if verdict.is_loss and not self._is_leaving:
                 logger.error("%s", self._describe(verdict))
 
     def _tell(self, verdict: Verdict) -> None:
         # A copy: the main thread tells, too, while this one drops peers.
         for peer in list(self._peers.values()):
             if peer.rank != verdict.rank:
-                peer.send(verdict.kind, verdict.rank, verdict.section or 0, verdict.text)
+                peer.send(json.dumps(astuple(verdict)).encode() + b"\n")
 
     def _end_if_stuck(self, now: float) -> None:
         with self._changed:
@@ -582,10 +581,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-_RECORD = struct.Struct("!BiqI")
-"""Kind, rank, section, bytes of the text that follows."""
-ALIVE, FAILED, LOST, LEFT = 0, 1, 2, 3
-_MAX_TEXT_BYTES = 4096
+_ALIVE = b"\n"
+"""Message that only says that its sender lives; others are a verdict in JSON, each a line."""
 
 _CONNECT_TIMEOUT_S = 60.0
 _OPEN_PORTS = (
@@ -609,23 +606,11 @@ class Peer:
     has_left: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take_records(self) -> Iterator[tuple[int, int, int, str]]:
-        """The complete records at the begin of the buffer, removed from it."""
-        while len(self.buffer) >= _RECORD.size:
-            kind, rank, section, size = _RECORD.unpack_from(self.buffer)
-            end = _RECORD.size + min(size, _MAX_TEXT_BYTES)
-            if len(self.buffer) < end:
-                return
-            text = self.buffer[_RECORD.size : end].decode("utf-8", "replace")
-            self.buffer = self.buffer[end:]
-            yield kind, rank, section, text
-
-    def send(self, kind: int, rank: int, section: int, text: str) -> None:
-        """Send a record; a broken connection shows up in select."""
-        # Under the lock: two threads send, and the other end reads record after record.
-        body = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+    def send(self, message: bytes) -> None:
+        """Send a message; a broken connection shows up in select."""
+        # Under the lock: two threads send, and the other end reads line after line.
         with contextlib.suppress(OSError), self.lock:
-            self.connection.sendall(_RECORD.pack(kind, rank, section, len(body)) + body)
+            self.connection.sendall(message)
 
 
 def connect(rank: int, num_ranks: int, exchange_text: Callable[[str], str]) -> list[Peer]:
