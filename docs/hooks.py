@@ -149,7 +149,6 @@ def refusals_reference() -> str:
         "Keys of the DeepSpeed JSON": (ds_config.REFUSALS, ds_config.WITHOUT_EFFECT),
         'Former keys of the "hydra" section': (hydra_config.REMOVED, ()),
         "TrainingArguments, of any trainer": (arguments.REFUSED, arguments.WITHOUT_EFFECT),
-        "Arguments of TRL's SFTTrainer under HydraTrainer": (arguments.OF_SFT_TRAINER, ()),
         "Methods of transformers' Trainer that HydraTrainer does not call": (
             arguments.NOT_CALLED,
             (),

@@ -112,25 +112,6 @@ def test_a_rank_that_does_not_draw_stands_where_the_others_do():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "budget", "message"),
-    [
-        ([], 5, "dataset is empty"),
-        ([3, 7], 0, "tokens_per_iteration is 0, expected 1 or more, for example 7"),
-    ],
-)
-def test_unusable_data_is_a_config_error(lengths, budget, message):
-    with pytest.raises(HydraConfigError, match=message):
-        make_sampler(lengths, budget)
-
-
-def test_arguments_that_contradict_each_other():
-    with pytest.raises(ValueError, match="has shape"):
-        TokenBudgetSampler([1, 2], [1], 5)
-    with pytest.raises(ValueError, match="sequence 1 has no token"):
-        TokenBudgetSampler([1, 0], [0, 0], 5)
-
-
-@pytest.mark.parametrize(
     ("other", "key"),
     [
         (make_sampler([2, 3, 4], 5), "num_sequences"),

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
+from trl_runs import chats, make_tokenizer
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.data.examples import to_example, to_examples
+from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.examples import hint_for, to_example, to_examples
 
 IDS = [5, 6, 7]
 
@@ -144,3 +146,15 @@ def test_a_dict_of_columns_is_explained():
         advice = str(caught.value).split("this is ")[1]
         rows = to_examples(eval(advice, {"batch": batch}))
         assert [input_ids.tolist() for input_ids, _ in rows] == [[5, 6], IDS]
+
+
+def test_the_advice_for_chats_trains_the_turns_of_the_assistant():
+    tokenizer = make_tokenizer()
+    dataset = chats().select(range(4))
+    advice = hint_for(["messages"], "").partition("by ")[2].partition(" where")[0]
+    made = eval(advice, {"dataset": dataset, "tokenizer": tokenizer})
+    data = TokenDataset.from_dataset(made, context_length=999)
+    for row, chat in zip(data, dataset["messages"], strict=True):
+        predicted = tokenizer.decode([token for token in row["labels"] if token != -100])
+        assert predicted == "".join(f"{m['content']};" for m in chat if m["role"] == "assistant")
+        assert tokenizer.decode(row["input_ids"]).startswith(f"U:{chat[0]['content']};A:")

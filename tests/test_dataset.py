@@ -160,38 +160,23 @@ def test_tokens_of_a_read_only_dataset_are_in_the_users_cache(
         read(lambda texts: {"input_ids": [[1, 2]] * len(texts)})
 
 
-def test_token_ids_of_a_dataset_are_used_as_they_are():
-    dataset = from_ids([[5, 6, 7], [1], [], [8, 9]])
-    assert dataset.lengths.tolist() == [3, 2]
-    assert len(dataset) == 2
-    assert_row(dataset[1], [8, 9])
-    assert dataset.report.num_without_label == 2
-
-
-def test_explicit_labels_are_counted_where_they_are_predicted():
-    """The label at place 0 has no position before it that could predict it."""
-    rows = {
-        "input_ids": [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7], [1, 2]],
-        "labels": [[1, -100, 3], [1, -100, -100], [-100, 5, 6, 7], [-100, 2]],
-    }
-    dataset = TokenDataset.from_dataset(Dataset.from_dict(rows), context_length=3)
-    assert dataset.num_label_tokens.tolist() == [1, 2, 1]
-    assert_row(dataset[0], [1, 2, 3], [1, -100, 3])
-    assert_row(dataset[1], [4, 5, 6], [-100, 5, 6])
-    assert dataset.report.num_without_label == 1
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([-100, 1, 2]), max_size=12), min_size=1, max_size=12),
     st.integers(2, 10),
 )
-def test_label_counts_equal_the_plain_definition(labels, context_length):
+def test_labels_are_those_within_the_context_and_count_where_they_are_predicted(
+    labels, context_length
+):
     labels = [*labels, [7, 7]]
     rows = Dataset.from_dict({"input_ids": [[9] * len(row) for row in labels], "labels": labels})
     dataset = TokenDataset.from_dataset(rows, context_length=context_length)
-    expected = [sum(label != -100 for label in row[1:context_length]) for row in labels]
+    cut = [row[:context_length] for row in labels]
+    expected = [sum(label != -100 for label in row[1:]) for row in cut]
     assert dataset.num_label_tokens.tolist() == [count for count in expected if count]
+    kept = [row for row, count in zip(cut, expected, strict=True) if count]
+    assert [row["labels"].tolist() for row in dataset] == kept
+    assert dataset.report.num_without_label == len(labels) - len(kept)
 
 
 def test_long_rows_are_cut_or_dropped_and_counted():
@@ -255,10 +240,8 @@ def test_report_prints_what_was_cut_and_left_out():
     assert str(other).endswith("columns that nothing reads: id, url")
 
 
-def test_more_rows_than_one_read(monkeypatch):
+def test_a_row_beyond_the_first_read_is_named(monkeypatch):
     monkeypatch.setattr("ds_hydra.sampler.data.dataset._ROWS_PER_READ", 3)
-    dataset = from_ids([[1] * length for length in range(2, 10)], context_length=99)
-    assert dataset.lengths.tolist() == list(range(2, 10))
     rows = Dataset.from_dict({"input_ids": [[1, 2]] * 5, "labels": [[1, 2]] * 4 + [[1]]})
     with pytest.raises(HydraConfigError, match="row 4 has 2 input_ids and 1 labels"):
         TokenDataset.from_dataset(rows, context_length=99)

@@ -69,6 +69,8 @@ def small_config(name, folder):
     config["hydra"]["profiling"] = {"lengths": [8, 32, 64], "repeats": 1}
     if "strategies" in config["hydra"]:  # of 4 ranks
         config["hydra"]["strategies"] = ["2x<1,1>", "1x<sp2,1;ep=2>"]
+    elif name != "llama2_github":  # one proposes, and measures what it proposes
+        config["hydra"]["strategies"] = ["2x<1,1>"]
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -110,7 +112,7 @@ def run_examples(folder, left_out):
                     "--ds_config",
                     small_config(name, folder),
                     "--iterations",
-                    "4",
+                    "3",
                     "--run_dir",
                     f"{shared}/{name}",
                 ]
@@ -160,7 +162,7 @@ def test_every_example_runs(tmp_path, left_out):
     for name in PRETRAINING & first.keys():
         losses, _ = first[name]
         assert losses == results[1][name][0]
-        assert len(losses) == 4
+        assert len(losses) == 3
         assert losses[-1] < losses[0]
         assert (tmp_path / name).is_dir()
     assert "held-out loss" in first["custom_loop"][1]

@@ -5,6 +5,7 @@ process (parity tests cover the split vocabulary).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import triton_interpreter
-from models import VOCAB_SIZE, tiny
+from models import tiny
 from operators import Watching
 from torch import nn
 
@@ -265,57 +266,6 @@ def test_a_micro_batch_without_labels_has_no_loss_and_no_gradient():
     assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides", "transform"),
-    [
-        ("llama", {}, LogitTransform()),
-        ("gemma2", {"final_logit_softcapping": 20.0}, LogitTransform(cap=20.0)),
-        ("granite_swa", {"logits_scaling": 8.0}, LogitTransform(scale=0.125)),
-        ("prophetnet", {}, None),
-    ],
-)
-def test_what_a_model_makes_of_its_logits_is_found(family, overrides, transform):
-    assert build_stage_model(tiny(family, **overrides)).after_head.transform == transform
-
-
-def test_code_of_an_instance_is_not_taken_for_that_of_its_class():
-    """Of the head, or of the model around it; Liger's forward is known."""
-
-    def forward(self, *args, **kwargs):
-        return type(self).forward(self, *args, **kwargs)
-
-    def stage_model(change):
-        model = tiny("llama")
-        change(model)
-        return build_stage_model(model)
-
-    assert stage_model(lambda _: None).after_head.transform == LogitTransform()
-
-    def change(model):
-        model.lm_head.forward = types.MethodType(forward, model.lm_head)
-
-    assert stage_model(change).after_head.transform is None
-
-    def double(self, *args, **kwargs):
-        output = type(self).forward(self, *args, **kwargs)
-        output.logits, output.loss = 2 * output.logits, None
-        return output
-
-    def doubled(model):
-        model.forward = types.MethodType(double, model)
-
-    assert stage_model(doubled).after_head.transform == LogitTransform(scale=2.0)
-
-    class Louder(nn.Linear):
-        def forward(self, hidden):
-            return 2.0 * super().forward(hidden)
-
-    def louder(model):
-        model.lm_head.__class__ = Louder
-
-    assert stage_model(louder).after_head.transform is None
-
-
 class Changed(transformers.LlamaForCausalLM):
     """Its forward changes logits, or the loss, by what a test sets on it."""
 
@@ -343,12 +293,6 @@ class Changed(transformers.LlamaForCausalLM):
         return output
 
 
-def clamp(self, *args, **kwargs):
-    output = type(self).forward(self, *args, **kwargs)
-    output.logits, output.loss = output.logits.clamp(-5, 5).bfloat16(), None
-    return output
-
-
 def changed(**settings):
     config = tiny("llama").config
     usual = {"learns": False, "divides": False, "num_tokens": config.vocab_size, "tempering": 0.0}
@@ -356,56 +300,120 @@ def changed(**settings):
     return Changed(config)
 
 
-def test_a_class_is_tried_with_the_attributes_and_sizes_of_the_model():
-    """Those of a small copy are others: what a width, an attribute or a table makes of logits."""
-    width = tiny("llama").config.hidden_size
+def cooler():
+    model = changed()
+    model.temperature = 4.0
+    return model
 
-    def find(model):
-        return build_stage_model(model).after_head.transform
 
-    assert find(changed()) == LogitTransform(scale=16 / width)
-    of_more = (
-        {"learns": True},
-        {"learns": True, "divides": True},
-        {"num_tokens": VOCAB_SIZE - 30},
-        {"tempering": 0.5},
-    )
-    for settings in of_more:
-        stage_model = build_stage_model(changed(**settings))
-        assert stage_model.after_head.transform is None
+def with_forward(forward, of=""):
+    """A model with `forward` of an instance, its own or a module's."""
+    model = tiny("llama")
+    module = model.get_submodule(of)
+    module.forward = types.MethodType(forward, module)
+    return model
+
+
+def as_its_class(self, *args, **kwargs):
+    return type(self).forward(self, *args, **kwargs)
+
+
+def double(self, *args, **kwargs):
+    output = as_its_class(self, *args, **kwargs)
+    output.logits, output.loss = 2 * output.logits, None
+    return output
+
+
+def clamp(self, *args, **kwargs):
+    output = as_its_class(self, *args, **kwargs)
+    output.logits, output.loss = output.logits.clamp(-5, 5).bfloat16(), None
+    return output
+
+
+def careful(self, *args, **kwargs):
+    assert kwargs["input_ids"].max() < 10
+    return as_its_class(self, *args, **kwargs)
+
+
+class Louder(nn.Linear):
+    def forward(self, hidden):
+        return 2.0 * super().forward(hidden)
+
+
+def louder():
+    model = tiny("llama")
+    model.lm_head.__class__ = Louder
+    return model
+
+
+def cohere(**attributes):
+    model = families.build("cohere")
+    model.config.logit_scale = 3.0  # which its forward does not read
+    vars(model).update(attributes)
+    return model
+
+
+WIDTH = 32
+"""Of the tiny models; a small copy has another one."""
+ON_MORE = [
+    {"learns": True},
+    {"learns": True, "divides": True},
+    {"num_tokens": 221},
+    {"tempering": 0.5},
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "transform"),
+    [
+        (lambda: tiny("llama"), LogitTransform()),
+        (lambda: tiny("gemma2", final_logit_softcapping=20.0), LogitTransform(cap=20.0)),
+        (lambda: tiny("granite_swa", logits_scaling=8.0), LogitTransform(scale=0.125)),
+        (lambda: tiny("prophetnet"), None),
+        (lambda: with_forward(as_its_class, "lm_head"), None),
+        (lambda: with_forward(double), LogitTransform(scale=2.0)),
+        (lambda: with_forward(careful), None),
+        (lambda: with_forward(clamp), None),
+        (louder, None),
+        (changed, LogitTransform(scale=16 / WIDTH)),
+        (cooler, LogitTransform(scale=4 / WIDTH)),
+        (cohere, LogitTransform(scale=0.0625)),
+        (lambda: cohere(logit_scale=0.25), LogitTransform(scale=0.25)),
+        *((lambda more=more: changed(**more), None) for more in ON_MORE),
+    ],
+)
+def test_what_a_model_makes_of_its_logits_is_found(make, transform):
+    """With the attributes and sizes of the model, by code of an instance or of its class."""
+    assert build_stage_model(make()).after_head.transform == transform
+
+
+def test_logits_that_depend_on_more_than_each_other_need_a_whole_vocabulary():
+    for more in ON_MORE:
+        stage_model = build_stage_model(changed(**more))
         with pytest.raises(UnsupportedModelError, match=r"depends on more than each.*use TP 1"):
             check_scheme(stage_model, Scheme(2, 1))
-    clamped = tiny("llama")
-    clamped.forward = types.MethodType(clamp, clamped)
-    assert find(clamped) is None
-    check_scheme(build_stage_model(clamped), Scheme(2, 1))
-    cooler = changed()
-    cooler.temperature = 4.0
-    assert find(cooler) == LogitTransform(scale=4 / width)
-    cohere = families.build("cohere")
-    cohere.config.logit_scale = 3.0  # which its forward does not read
-    assert find(cohere) == LogitTransform(scale=0.0625)
-    cohere.logit_scale = 0.25
-    stage_model = build_stage_model(cohere)
-    assert stage_model.after_head.transform == LogitTransform(scale=0.25)
-    cohere.logit_scale = 2.0  # while it trains
+    check_scheme(build_stage_model(with_forward(clamp)), Scheme(2, 1))
+
+
+def test_a_scale_may_change_while_the_model_trains():
+    model = cohere()
+    stage_model = build_stage_model(model)
+    model.logit_scale = 2.0
     stage_model.check_unchanged()
     assert stage_model.after_head.transform == LogitTransform(scale=2.0)
 
 
 def test_a_loss_that_an_attribute_or_a_buffer_switches_on_is_refused():
-    model = changed()
-    stage_model = build_stage_model(model)
-    model.z_loss = 0.1
-    for found in (lambda: build_stage_model(model), stage_model.check_unchanged):
-        with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
-            found()
-    model = changed()
-    stage_model = build_stage_model(model)
-    model.class_weights[:100] = 20.0
-    for found in (lambda: build_stage_model(model), stage_model.check_unchanged):
-        with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
-            found()
+    for switch_on in (
+        lambda model: setattr(model, "z_loss", 0.1),
+        lambda model: model.class_weights[:100].fill_(20.0),
+    ):
+        model = changed()
+        stage_model = build_stage_model(model)
+        switch_on(model)
+        for found in (functools.partial(build_stage_model, model), stage_model.check_unchanged):
+            with pytest.raises(UnsupportedModelError, match=r"returns a loss of .* where the mean"):
+                found()
     model = changed()
     stage_model = build_stage_model(model)
     model.tempering.fill_(1.0)
@@ -418,16 +426,6 @@ def test_losses_are_found_by_both_ways_to_import_them():
     from ds_hydra.losses import CrossEntropy as by_module
 
     assert ds_hydra.losses.CrossEntropy is by_module is CrossEntropy
-
-
-def test_a_forward_that_fails_on_numbers_is_taken_as_it_is():
-    def careful(self, *args, **kwargs):
-        assert kwargs["input_ids"].max() < 10
-        return type(self).forward(self, *args, **kwargs)
-
-    model = tiny("llama")
-    model.forward = types.MethodType(careful, model)
-    assert build_stage_model(model).after_head.transform is None
 
 
 def test_what_a_family_makes_of_labels_is_said_or_refused(caplog):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 import trl
 from models import tiny
 from test_config import ds_config, merge, nested
@@ -42,11 +41,6 @@ def ask_arguments(check: Callable[..., None], *kinds: type) -> Callable[..., lis
         return notes
 
     return ask
-
-
-def ask_trainer(name: str, value: Any) -> list[str]:
-    HydraTrainer(torch.nn.Linear(1, 1), **{name: value})
-    return []
 
 
 def ask_override(kind: type, rows: Sequence[Refusal]) -> Callable[..., list[str]]:
@@ -98,7 +92,6 @@ TABLES = {
         ask_arguments(arguments.check_arguments, TrainingArguments),
         is_refused=False,
     ),
-    "arguments of SFTTrainer": Table(arguments.OF_SFT_TRAINER, ask_trainer),
     "overrides": Table(arguments.NOT_CALLED, ask_override(HydraTrainer, arguments.NOT_CALLED)),
     "TRL": Table(mixin.REFUSED, ask_arguments(mixin.check_trl_arguments, *OF_TRL)),
     "overrides of TRL": Table(
@@ -113,7 +106,6 @@ TABLES = {
 NUM_ROWS = {
     "TrainingArguments": 11,
     "unused TrainingArguments": 16,
-    "arguments of SFTTrainer": 4,
     "overrides": 17,
     "TRL": 3,
     "overrides of TRL": 4,

@@ -12,7 +12,6 @@ import time
 import datasets
 import numpy as np
 import pytest
-import torch
 from distributed import run_distributed, wait_until
 from engines import raised_by, start_hydra, write_profile
 from models import VOCAB_SIZE, tiny
@@ -376,7 +375,7 @@ def resume_a_stream(folder):
 
 
 @pytest.mark.distributed
-def test_a_stream_is_resumed_with_the_next_row_on_any_number_of_ranks(tmp_path):
+def test_a_stream_is_resumed_with_the_next_row(tmp_path):
     folder = str(tmp_path)
     ranks = run_distributed(train_a_stream, 2, folder)
     (losses, seen), (_, last), first, (kind, end, taken) = ranks[0]
@@ -387,15 +386,10 @@ def test_a_stream_is_resumed_with_the_next_row_on_any_number_of_ranks(tmp_path):
     assert kind == "HydraDataError"
     assert "the stream has ended: its 150 sequences are trained" in end
     assert "call engine.train_batch() without a batch" in taken
-    for world_size in (2, 3):
-        second, third, anew = run_distributed(resume_a_stream, world_size, folder)[0]
-        assert second[1] + third[1] == seen[3:8], world_size
-        torch.testing.assert_close(
-            torch.tensor(second[0] + third[0]), torch.tensor(losses[3:8]), rtol=1e-5, atol=1e-6
-        )
-        if world_size == 2:
-            assert second[0] + third[0] == losses[3:8]
-        assert anew[1] == seen[:2]
+    second, third, anew = run_distributed(resume_a_stream, 2, folder)[0]
+    assert second[1] + third[1] == seen[3:8]
+    assert second[0] + third[0] == losses[3:8]
+    assert anew[1] == seen[:2]
 
 
 def fail_to_read(folder):

@@ -10,23 +10,22 @@ import os
 import signal
 from pathlib import Path
 
-import deepspeed
 import pytest
 import torch
-import transformers
 from datasets.distributed import split_dataset_by_node
 from distributed import run_distributed
-from engines import ds_config, raised_by, small_profile, write_json
+from engines import ds_config, raised_by
 from models import tiny
 from test_stream import generated, row_of
 from test_stream import rows as give
+from test_trainer import make as make_trainer
+from test_trainer import numbers, prepare
 from torch.utils.data import IterableDataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 from trl_runs import chats, make_tokenizer
 
 import ds_hydra
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.trainer import HydraTrainer
 
 NUM_ROWS = 400
 MAX_STEPS = 12
@@ -43,49 +42,30 @@ def tokenised_chats():
     )
 
 
-def section(folder):
-    return {
-        "tokens_per_iteration": BUDGET,
-        "stream_window": 2,
-        "profile": f"{folder}/profile.json",
-        "seed": 5,
-        "planner": {"num_workers": 0},
-    }
+SECTION = {
+    "tokens_per_iteration": BUDGET,
+    "stream_window": 2,
+    "strategies": None,
+    "seed": 5,
+    "planner": {"num_workers": 0},
+}
 
 
-def prepare(folder):
-    deepspeed.utils.logger.setLevel("ERROR")
-    transformers.logging.set_verbosity_error()
-    write_json(f"{folder}/profile.json", small_profile(3_000_000))
-
-
-def make(folder, run, stream, *, hydra=None, callbacks=(), more=None, **settings):
-    config = ds_config(hydra=section(folder) | (hydra or {}), train_micro_batch_size_per_gpu="auto")
-    settings = {
+def make(folder, run, stream, *, hydra=None, **settings):
+    usual = {
         "max_steps": MAX_STEPS,
-        "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
         "seed": 5,
-        **settings,
+        "train_sampling_strategy": "random",
     }
-    return HydraTrainer(
-        model=tiny("llama", **SIZES),
-        args=TrainingArguments(
-            deepspeed=config, use_cpu=True, output_dir=f"{folder}/{run}", **settings
-        ),
-        train_dataset=stream,
-        callbacks=list(callbacks),
-        **(more or {}),
-    )
+    model = tiny("llama", **SIZES)
+    hydra = SECTION | (hydra or {})
+    return make_trainer(folder, run, data=stream, model=model, hydra=hydra, **usual | settings)
 
 
-def numbers(trainer, key="loss"):
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
+def losses_of(trainer, key="loss"):
+    return numbers(trainer.state.log_history, key)
 
 
 class Recorder(TrainerCallback):
@@ -133,7 +113,7 @@ def train(folder, run, kill_at=0, **settings):
     found = Path(folder, run).exists() and any(Path(folder, run).glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=bool(found))
     state = trainer.state
-    return numbers(trainer), (state.epoch, state.global_step, state.max_steps)
+    return losses_of(trainer), (state.epoch, state.global_step, state.max_steps)
 
 
 def by_engine(folder):
@@ -141,7 +121,7 @@ def by_engine(folder):
     engine, *_ = ds_hydra.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0, fused=True),
-        config=ds_config(hydra=section(folder)),
+        config=ds_config(hydra=SECTION | {"profile": f"{folder}/profile.json"}),
         training_data=generated(NUM_ROWS),
     )
     return [float(engine.train_batch()) for _ in range(MAX_STEPS)]
@@ -191,10 +171,10 @@ def of_all_kinds(folder):
     plain = {"max_steps": 6, "hydra": {"shuffle": False}}
     trainer = short.trainer = make(folder, "short", generated(40), callbacks=[short], **plain)
     trainer.train()
-    found["short"] = numbers(trainer)
+    found["short"] = losses_of(trainer)
     trainer = make(folder, "torch", OfTorch(), **plain)
     trainer.train()
-    found["torch"] = numbers(trainer)
+    found["torch"] = losses_of(trainer)
     # Chats, of which the assistant's turns count, as of a dataset; with an evaluation
     for name in ("dataset", "stream"):
         rows = tokenised_chats().select(range(16))
@@ -206,14 +186,14 @@ def of_all_kinds(folder):
             name,
             rows,
             hydra={"shuffle": False},
-            more={"eval_dataset": some},
+            eval_dataset=some,
             max_steps=4,
             eval_strategy="steps",
             eval_steps=2,
             train_sampling_strategy="sequential",
         )
         trainer.train()
-        found[name] = numbers(trainer), numbers(trainer, "eval_loss")
+        found[name] = losses_of(trainer), losses_of(trainer, "eval_loss")
     errors = found["errors"] = {}
     errors["endless"] = raised_by(lambda: make(folder, "e", generated(NUM_ROWS), max_steps=-1))
     trainer = make(folder, "e", generated(NUM_ROWS))

@@ -98,11 +98,13 @@ CASES = {
         "arguments": {"learning_rate": 1e-2, "max_steps": 5},
         "more": lambda: {"peft_config": lora()},
     },
-    "smoothing": {"data": texts, "arguments": {"label_smoothing_factor": 0.1, "max_steps": 3}},
-    "dft": {"data": texts, "arguments": {"loss_type": "dft", "max_steps": 3}},
-    "flattened": {
+    "smoothed stream": {
+        "data": lambda: texts().to_iterable_dataset(),
+        "arguments": {"label_smoothing_factor": 0.1, "max_steps": 3},
+    },
+    "dft, flattened": {
         "data": texts,
-        "arguments": {"padding_free": True, "max_length": None, "max_steps": 3},
+        "arguments": {"loss_type": "dft", "padding_free": True, "max_length": None, "max_steps": 3},
     },
     "packed": {"data": texts, "arguments": {"packing": True, "max_steps": 2}},
     "evaluated": {
@@ -110,7 +112,6 @@ CASES = {
         "arguments": {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4},
         "more": lambda: {"eval_dataset": texts_of_one_length()},
     },
-    "stream": {"data": lambda: texts().to_iterable_dataset(), "arguments": {"max_steps": 3}},
     "grpo": {
         "data": prompts,
         "arguments": {**POLICY, "beta": 0.05, "num_iterations": 2, "max_steps": 4},
@@ -127,14 +128,16 @@ CASES = {
         },
         "more": policy,
     },
-    "grpo sharpened": {
-        "data": prompts,
-        "arguments": {**POLICY, "temperature": 0.7, "beta": 0.05, "max_steps": 3},
-        "more": policy,
-    },
     "grpo entropy": {
         "data": prompts,
-        "arguments": {**POLICY, "loss_type": "dr_grpo", "entropy_coef": 0.01, "max_steps": 3},
+        "arguments": {
+            **POLICY,
+            "loss_type": "dr_grpo",
+            "entropy_coef": 0.01,
+            "temperature": 0.7,
+            "beta": 0.05,
+            "max_steps": 3,
+        },
         "more": policy,
     },
     "grpo adaptive": {

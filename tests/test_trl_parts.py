@@ -5,11 +5,9 @@ names of TRL that it stands on.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from types import SimpleNamespace
 
-import datasets
 import pytest
 import torch
 import trl
@@ -25,6 +23,7 @@ from ds_hydra.trl import HydraMixin, HydraSFTTrainer
 from ds_hydra.trl.mixin import (
     NOT_CALLED_OF_TRL,
     ReferenceMixin,
+    _names_of_pairs,
     add_deepspeed,
     check_trainer,
     check_trl_arguments,
@@ -285,59 +284,6 @@ def test_the_mixin_stands_before_the_trainer():
         type("Mine", (trl.SFTTrainer, HydraMixin), {})
 
 
-def test_trl_prepares_chats_with_tools_as_they_were_before_they_were_stored():
-    """Merged structs, JSON text and masks of other tools, which TRL alone takes as they are."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (
-        "{{ tools | tojson }}{% for m in messages %}{{ m.content or '' }}"
-        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
-    )
-    rows = []
-    for key in ("a", "b"):
-        call = {"function": {"name": "f", "arguments": {key: "x"}}}
-        answer = {"role": "assistant", "tool_calls": [call]}
-        rows.append({"messages": [{"role": "user", "content": "c"}, answer]})
-        rows[-1]["tools"] = [{"type": "function", "function": {key: {"type": "d"}}}]
-    trainer = object.__new__(HydraSFTTrainer)
-    trainer._tokenizer, trainer.chat_template, trainer.completion_only_loss = tokenizer, None, False
-    settings = SimpleNamespace(
-        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=False,
-        max_length=None, shuffle_dataset=False, packing=False,
-    )  # fmt: skip
-
-    def prepare(data):
-        return trainer._prepare_dataset(data, tokenizer, settings, False, None, "train")
-
-    merged = datasets.Dataset.from_list(rows)
-    text = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
-    for data in (merged, datasets.Dataset.from_list(text)):
-        wanted = [
-            tokenizer.apply_chat_template(row["messages"], tools=row["tools"])["input_ids"]
-            for row in rows
-        ]
-        assert prepare(data)["input_ids"][:] == wanted
-        assert [row["input_ids"] for row in prepare(data.to_iterable_dataset())] == wanted
-    answer = {"role": "assistant", "content": "c", "weight": 0}
-    question = {"role": "user", "content": "c", "weight": 0}
-    given = {"prompt": [question, answer, question], "completion": [{**answer, "weight": 1}]}
-    prepare(datasets.Dataset.from_list([given]))
-    for row in (
-        {"messages": [answer]},
-        {"conversations": [{"from": "gpt", "value": "c", "weight": 0}]},
-        {**given, "completion": [answer]},
-    ):
-        with pytest.raises(HydraConfigError, match="'weight' 0"):
-            prepare(datasets.Dataset.from_list([row]))
-    for name, message in (
-        ("response_mask", "call it 'assistant_masks'"),
-        ("loss_mask", "not used"),
-    ):
-        masked = datasets.Dataset.from_list([{"input_ids": [1, 2], name: [0, 1]}])
-        for data in (masked, masked.to_iterable_dataset()):
-            with pytest.raises(HydraConfigError, match=f"'{name}'.*{message}"):
-                prepare(data)
-
-
 def test_pairs_that_a_reference_scores_before_training_are_where_trl_computes():
     trainer = ReferenceMixin.__new__(ReferenceMixin)
     trainer._known_references, trainer._datasets_to_score, seen = {}, [["a", "b", "c"]], []
@@ -346,3 +292,10 @@ def test_pairs_that_a_reference_scores_before_training_are_where_trl_computes():
     trainer._prepare_input = lambda batch: ("on the device", batch)
     trainer._attach_data()
     assert seen == [("on the device", ("a", "c"))]
+
+
+def test_pairs_are_known_by_both_answers():
+    ids = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 5]])  # the two better ones first
+    masks = {"attention_mask": torch.ones_like(ids), "completion_mask": torch.tensor([[0, 1]] * 4)}
+    one, other = _names_of_pairs({"input_ids": ids, **masks})
+    assert one != other

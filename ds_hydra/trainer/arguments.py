@@ -93,20 +93,6 @@ WITHOUT_EFFECT = (
 )  # fmt: skip
 """Arguments that are legal and change nothing; each that is set is a message."""
 
-OF_SFT_TRAINER = each(
-    "peft_config formatting_func completion_only_loss assistant_only_loss",
-    "HydraTrainer takes a model with its adapters, and rows of tokens or texts; use ds_hydra.trl.HydraSFTTrainer, "
-    "which takes all of TRL's",
-)
-"""Arguments of TRL's SFTTrainer and SFTConfig, to which transformers' Trainer has nothing alike."""
-
-_BY_MATRIX = {
-    "adafactor": "moments are not factored",
-    "grokadamw": "all layers are clipped as one and have one decay of momentum",
-    "stable_adamw": "a jump of one holds back all",
-}
-"""Values of `optim` that compute something for each parameter, with their effect here."""
-
 _OF_JSON = {
     "optimizer": {
         "optim": "", "optim_args": "", "learning_rate": "lr", "weight_decay": "weight_decay",
@@ -119,12 +105,6 @@ _OF_JSON = {
 """Arguments that transformers does not read where the JSON has such a section, but for the named
 parameter of it.
 """
-
-_IMPLEMENTATIONS = {"torch", "fused", "apex", "hf", "npu", "xla", "32bit"}
-"""Words of `optim` for the implementation of an algorithm, which do not change its result."""
-
-_OF_ADAM_OR_WARMUP = ("adam", "lamb", "onebit", "zerooneadam", "warmup")
-"""Beginnings of the types of optimizers and schedules that have all of these parameters."""
 
 _DEFAULTS = {
     field.name: field.default if field.default is not MISSING else None
@@ -166,11 +146,6 @@ def check_common_arguments(
     for name, why in (*unused, *_find_unread(args)):
         if name not in honoured:
             note(f"TrainingArguments.{name} has no effect: {why}")
-    if (optim := _optim(args)) in _BY_MATRIX and not _has_own_optimizer(args):
-        note(
-            f"optim={optim!r} takes the flat shards of ZeRO-3 for its matrices: {_BY_MATRIX[optim]}, and steps "
-            "depend on the number of ranks, as in stock DeepSpeed"
-        )
 
 
 def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> HydraConfig:
@@ -287,10 +262,6 @@ def check_data_collator(collator: Any, note: Note) -> None:
     )
 
 
-def _optim(args: TrainingArguments) -> str:
-    return str(getattr(args.optim, "value", args.optim))
-
-
 def section_of_json(args: TrainingArguments, section: str) -> Mapping[str, Any]:
     """The section of the DeepSpeed JSON, which comes before the arguments; empty without one."""
     plugin = args.deepspeed_plugin
@@ -306,28 +277,16 @@ def _has_own_optimizer(args: TrainingArguments) -> bool:
 
 
 def _find_unread(args: TrainingArguments) -> Iterator[tuple[str, str]]:
-    """Arguments that an optimizer or a scheduler of the JSON replaces, with advice."""
+    """Arguments that an optimizer or a scheduler of the JSON replaces, with what does."""
     sections = {key: section_of_json(args, key) for key in _OF_JSON}
     given = " ".join(name for of in sections.values() for name in _mapping(of.get("params")))
     for key, names in _OF_JSON.items():
-        if not (kind := str(sections[key].get("type", ""))):
+        if not (kind := sections[key].get("type")):
             continue
         for name, param in names.items():
-            is_same = name == "optim" and _computes(_optim(args), kind)
             # "lr" of the optimizer may be "warmup_max_lr" of the scheduler, or "muon_lr"
-            if is_same or not _is_set(args, name) or (param and param in given):
-                continue
-            # SGD has no "betas", OneCycle no "warmup_num_steps"
-            has_all = bool(param) and kind.lower().startswith(_OF_ADAM_OR_WARMUP)
-            is_known = has_all or param in ("lr", "weight_decay")
-            hint = f' without {param}; set {key}.params.{param} to "auto"' * is_known
-            yield name, f"the JSON has the {key} {kind}{hint}"
-
-
-def _computes(optim: str, kind: str) -> bool:
-    """Whether a value of `optim` names the optimizer `kind` of the JSON, its states in fp32."""
-    algorithm, *implementation = optim.split("_")
-    return algorithm.startswith(kind.lower()) and _IMPLEMENTATIONS.issuperset(implementation)
+            if _is_set(args, name) and not (param and param in given):
+                yield name, f"the JSON has the {key} {kind}, and its params are what is used"
 
 
 def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterator[str]:

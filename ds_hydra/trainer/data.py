@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.data import (
     ConcatDataset,
     IterableDataset,
@@ -204,8 +203,6 @@ class EvalBatches:
     ):
         self.dataset = tokens
         self._pad = pad
-        self.num_label_tokens = int(tokens.num_label_tokens.sum())
-        self._tokens = tokens
         self._bounds = [0]
         before = np.concatenate([[0], np.cumsum(tokens.lengths)])
         while (begin := self._bounds[-1]) < len(tokens):
@@ -221,8 +218,8 @@ class EvalBatches:
     def examples(self) -> Iterator[tuple[list[dict[str, Any]], int]]:
         """Examples of each global batch, with the number of their label tokens."""
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            examples = [self._tokens[index] for index in range(begin, end)]
-            yield examples, int(self._tokens.num_label_tokens[begin:end].sum())
+            examples = [self.dataset[index] for index in range(begin, end)]
+            yield examples, int(self.dataset.num_label_tokens[begin:end].sum())
 
 
 def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[int], bool]:
@@ -231,43 +228,41 @@ def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[i
     Found by drawing twice: where only the order differs, the rows are sorted. Raises
     HydraConfigError on all ranks for rows that differ between draws or ranks.
     """
-    rows, is_ordered = run_together(lambda: _draw_twice(sampler, num_rows), device)
+    name = f"{type(sampler).__name__} of _get_train_sampler()"
+
+    def draw() -> tuple[list[int], bool]:
+        if not hasattr(sampler, "__len__"):
+            raise HydraConfigError(
+                f"{name} has no length, and global batches are planned ahead; give it __len__"
+            )
+        with torch.random.fork_rng(devices=[]):
+            first, second = (list(sampler) for _ in range(2))
+        wrong = [
+            row for row in first if not isinstance(row, int | np.integer) or not 0 <= row < num_rows
+        ]
+        if wrong or not first:
+            raise HydraConfigError(
+                f"{name} draws {repr(wrong[0]) if wrong else 'nothing'}, expected rows of the training data, 0 to "
+                f"{num_rows - 1}; global batches are made by hydra.tokens_per_iteration"
+            )
+        if first != second and sorted(first) != sorted(second):
+            raise HydraConfigError(
+                f"{name} draws other rows each time ({len(set(first) ^ set(second))} of {len(first)} differ), but "
+                "every epoch has the same rows; put the rows into train_dataset as often as they shall be seen"
+            )
+        return (first, True) if first == second else (sorted(first), False)
+
+    rows, is_ordered = run_together(draw, device)
     digest = zlib.crc32(np.asarray([is_ordered, *rows]).tobytes())
-    digests = gather_rows(torch.tensor([len(rows), digest], device=device))
-    if differing := (digests != digests[0]).any(dim=1).nonzero().flatten().tolist():
-        raise HydraConfigError(
-            f"{type(sampler).__name__} of _get_train_sampler() draws {int(digests[0, 0])} rows on rank 0 and others on "
-            f"ranks {differing} ({int(digests[differing[0], 0])} on rank {differing[0]}), but a batch is planned "
+
+    def say(first: list[int], other: list[int], rank: int) -> str:
+        return (
+            f"{name} draws {first[0]} rows on rank 0 and others on rank {rank} ({other[0]}), but a batch is planned "
             "for all ranks together; return the same sampler of all rows on every rank (no DistributedSampler)"
         )
+
+    check_same_numbers([len(rows), digest], say, device)
     return rows, is_ordered
-
-
-def _draw_twice(sampler: Any, num_rows: int) -> tuple[list[int], bool]:
-    name = f"{type(sampler).__name__} of _get_train_sampler()"
-    if not hasattr(sampler, "__len__"):
-        raise HydraConfigError(
-            f"{name} has no length, and global batches are planned ahead; give it __len__"
-        )
-    with torch.random.fork_rng(devices=[]):
-        first, second = (list(sampler) for _ in range(2))
-    wrong = [
-        row for row in first if not isinstance(row, int | np.integer) or not 0 <= row < num_rows
-    ]
-    if wrong or not first:
-        shown = f"{wrong[0]!r}" if wrong else "nothing"
-        raise HydraConfigError(
-            f"{name} draws {shown}, expected rows of the training data, 0 to {num_rows - 1}; global batches are "
-            "made by hydra.tokens_per_iteration"
-        )
-    if first == second:
-        return first, True
-    if sorted(first) == sorted(second):
-        return sorted(first), False
-    raise HydraConfigError(
-        f"{name} draws other rows each time ({len(set(first) ^ set(second))} of {len(first)} differ), but "
-        "every epoch has the same rows; put the rows into train_dataset as often as they shall be seen"
-    )
 
 
 def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
@@ -285,22 +280,6 @@ def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
         batch["labels"][row, :length] = torch.from_numpy(example["labels"])
         batch["attention_mask"][row, :length] = 1
     return batch
-
-
-def losses_of_rows(logits_NTV: Tensor, labels_NT: Tensor, smoothing: float) -> Tensor:
-    """Return the sum of losses and the number of label tokens of each padded row, [N, 2]."""
-    rows = []
-    for logits_TV, labels_T in zip(logits_NTV, labels_NT.to(logits_NTV.device), strict=True):
-        targets_T = labels_T[1:]  # nothing predicts the first
-        loss = F.cross_entropy(
-            logits_TV[:-1].float(),
-            targets_T,
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
-            label_smoothing=smoothing,
-        )
-        rows.append(torch.stack([loss.double(), (targets_T != IGNORED_LABEL).sum().double()]))
-    return torch.stack(rows)
 
 
 def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
@@ -324,26 +303,22 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
             raise HydraConfigError(f"{name} is a {type(dataset).__name__}; pass {instead}")
     for stored in _stored_in(dataset):
         check_stored(stored, name)
-    rows = [
-        _as_example(_row_of(dataset, index, name), index, name) for index in range(len(dataset))
-    ]
+    rows = [_read_row(dataset, index, name) for index in range(len(dataset))]
     spread = np.linspace(0, len(rows) - 1, _NUM_READ_TWICE, dtype=np.int64)
     for index in np.unique(spread).tolist() if rows else ():
-        if not _differs(rows[index], _as_example(dataset[index], index, name)):
-            continue
-        raise HydraConfigError(
-            f"{name} is a {type(dataset).__name__} whose row {index} is another one each time it is read, but rows are "
-            "read once: global batches are planned by lengths that are known before; give every row as often as it "
-            "shall be seen, or engine.train_batch(batch=examples) the global batches"
-        )
+        if _differs(rows[index], _read_row(dataset, index, name)):
+            raise HydraConfigError(
+                f"{name} is a {type(dataset).__name__} whose row {index} is another one each time it is read, but rows "
+                "are read once: global batches are planned by lengths that are known before; give every row as often "
+                "as it shall be seen, or engine.train_batch(batch=examples) the global batches"
+            )
     # from_list takes its columns from the first row
     columns = dict.fromkeys(column for row in rows for column in row)
-    for column in columns if rows else ():
-        without = [index for index, row in enumerate(rows) if column not in row]
-        if without and column in _OF_ALL_ROWS:
-            there = next(index for index, row in enumerate(rows) if column in row)
+    for column in (c for c in columns if c in _OF_ALL_ROWS):
+        without = next((index for index, row in enumerate(rows) if column not in row), None)
+        if without is not None:
             raise HydraConfigError(
-                f"row {without[0]} of {name} has no {column!r}, and row {there} has; give it to all rows, or to none"
+                f"row {without} of {name} has no {column!r}, and others have; give it to all rows, or to none"
             )
     return datasets.Dataset.from_list([{c: row.get(c) for c in columns} for row in rows])
 
@@ -351,7 +326,6 @@ def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
 _READ = ("text", "input_ids", "labels")
 _OF_ALL_ROWS = ("input_ids", "labels", "attention_mask", "completion_mask", "assistant_masks")
 _NUM_READ_TWICE = 32
-
 
 _NO_ROWS = {
     "DataLoader": "its dataset (loader.dataset): the engine draws and packs global batches itself",
@@ -363,22 +337,19 @@ _NO_ROWS = {
 """Classes with a length that are no sequence of rows, and what to pass instead."""
 
 
-def _row_of(dataset: Any, index: int, name: str) -> Any:
+def _read_row(dataset: Any, index: int, name: str) -> dict[str, Any]:
     try:
-        return dataset[index]
+        row = dataset[index]
     except Exception as error:  # of the user's code
         raise HydraDataError(
             f"row {index} of {name} cannot be read: {type(error).__name__}: {error}"
         ) from error
-
-
-def _as_example(row: Any, index: int, name: str) -> dict[str, Any]:
-    if isinstance(row, Mapping):
-        return dict(row)
-    raise HydraConfigError(
-        f"row {index} of {name} is a {type(row).__name__}, expected a dict, such as {{'input_ids': [...]}} or "
-        "{'text': '...'}"
-    )
+    if not isinstance(row, Mapping):
+        raise HydraConfigError(
+            f"row {index} of {name} is a {type(row).__name__}, expected a dict, such as {{'input_ids': [...]}} or "
+            "{'text': '...'}"
+        )
+    return dict(row)
 
 
 def _stored_in(dataset: Any) -> Iterator[datasets.Dataset]:

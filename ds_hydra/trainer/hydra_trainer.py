@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
@@ -22,13 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.integrations.deepspeed import deepspeed_init
 from transformers.trainer_utils import EvalLoopOutput
 
-from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.initialize import no_launcher
 from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import say_once
-from ds_hydra.refusals import refuse_all
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler, budget_of
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.stream import TokenStream
@@ -49,14 +46,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     _train_tokens: TokenDataset | TokenStream
     """Training data, from `get_train_dataloader` on, as `_epochs`."""
     _epochs: data.Epochs
-    _row_losses: list[Tensor]
-    """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
-        refuse_all(
-            "HydraTrainer does not take these arguments:",
-            (f"{row.name}: {row.text}" for row in arguments.OF_SFT_TRAINER if row.name in kwargs),
-        )
         if model is not None:
             check_free(model)
         super().__init__(model, *args, **kwargs)
@@ -67,9 +58,6 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
 
     def _check_arguments(self) -> None:
         arguments.check_arguments(self.args, say_nothing)
-
-    def _map_arguments(self, hydra: HydraConfig, note: arguments.Note) -> HydraConfig:
-        return arguments.map_arguments(self.args, hydra, note)
 
     def _check_used(self, note: arguments.Note) -> None:
         arguments.check_arguments(self.args, note)
@@ -222,22 +210,20 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         done, num_epochs = self.state.global_step, self.args.num_train_epochs
         left = self._epochs.iterations_from(sampler.state, num_epochs)
         counted = max(0, max_steps - done)
-        said = (
-            f"num_train_epochs={num_epochs:g} is {max_steps} iterations of this data with "
-            f"hydra.tokens_per_iteration {self.hydra_config.tokens_per_iteration}, and the checkpoint counts {done}: "
-            f"{counted} would be trained of the {left} that are left; "
-        )
         # Of a checkpoint without a position, as the stock Trainer's, it begins again, too
         begins_again = sampler.state == SamplerState(iteration=sampler.state.iteration)
-        if self.args.ignore_data_skip and left and not counted:
-            raise HydraConfigError(f"{said}set max_steps={done + left} to train them")
-        if self.args.ignore_data_skip or begins_again:
-            if left != counted:
-                self._warn(f"{said}the data begins again, max_steps={done + left} trains all")
-        elif abs(left - counted) > (not float(num_epochs).is_integer()):
-            raise HydraConfigError(
-                f"{said}set max_steps={done + left}, or hydra.tokens_per_iteration to what it was"
-            )
+        begins_again |= self.args.ignore_data_skip
+        is_exact = begins_again or float(num_epochs).is_integer()
+        if abs(left - counted) <= (not is_exact):
+            return
+        problem = (
+            f"num_train_epochs={num_epochs:g} is {max_steps} iterations of this data with "
+            f"hydra.tokens_per_iteration {self.hydra_config.tokens_per_iteration}, and the checkpoint counts {done}: "
+            f"{counted} would be trained of the {left} that are left; set max_steps={done + left} to train them"
+        )
+        if not (begins_again and counted):
+            raise HydraConfigError(problem)
+        self._warn(problem)
 
     def _run_epoch(self, **settings: Any) -> None:
         num_iterations = self._epochs.num_iterations(settings["epoch"])
@@ -290,41 +276,12 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             self._check_used(say_nothing)
             with self._starting_engine():
                 return self._evaluate_packed(dataloader, metric_key_prefix)
-        self._row_losses = []
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        metrics, key = output.metrics, f"{metric_key_prefix}_loss"
-        if key in metrics:
-            # transformers' is the mean over rows; an overridden step has a loss of its own
-            if self._row_losses and not arguments.is_overridden(self, "prediction_step"):
-                loss_sum, num_label_tokens = torch.cat(self._row_losses).sum(dim=0).tolist()
-                metrics[key] = loss_sum / num_label_tokens if num_label_tokens else math.nan
-            metrics[f"{metric_key_prefix}_perplexity"] = _perplexity(metrics[key])
+        if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
+            output.metrics[f"{metric_key_prefix}_perplexity"] = _perplexity(loss)
         return output
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
-        """Return the mean over label tokens of all ranks' padded batches, and keep the losses of
-        their rows; evaluation alone calls it. Collective over all ranks.
-        """
-        outputs = model(**{k: v for k, v in inputs.items() if k not in ("labels", "skip_logits")})
-        if not isinstance(outputs, Mapping):
-            outputs = (None, *outputs)
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
-        smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
-        rows_N2 = data.losses_of_rows(logits, inputs["labels"], smoothing)
-        # Without the rows that fill up the last batch
-        rows_N2 = self.accelerator.gather_for_metrics(rows_N2)
-        self._row_losses.append(rows_N2)
-        loss_sum, num_label_tokens = rows_N2.sum(dim=0)
-        loss = (loss_sum / num_label_tokens).float()
-        return (loss, outputs) if return_outputs else loss
 
     def _evaluate_packed(self, batches: data.EvalBatches, prefix: str) -> EvalLoopOutput:
         if self.deepspeed is None:  # as transformers starts one, without optimizer
@@ -340,7 +297,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
                 self.args, self.state, self.control
             )
             self._end_if_asked()
-        loss = loss_sum / batches.num_label_tokens
+        loss = loss_sum / int(batches.dataset.num_label_tokens.sum())
         metrics = {f"{prefix}_loss": loss, f"{prefix}_perplexity": _perplexity(loss)}
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(batches.dataset)

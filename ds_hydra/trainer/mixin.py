@@ -45,7 +45,6 @@ from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name, with_known_names
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import (
-    MANIFEST_NAME,
     do_together,
     lock_folder,
     make_folder,
@@ -70,6 +69,7 @@ from ds_hydra.trainer.arguments import (
     check_dtype_of_evaluation,
     drop_batch_size_mismatches,
     is_overridden,
+    map_arguments,
     section_of_json,
 )
 
@@ -144,10 +144,6 @@ class EngineMixin:
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
         """Add this Trainer's settings to the DeepSpeed configuration."""
 
-    def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
-        """`hydra` with the settings of the arguments."""
-        raise NotImplementedError
-
     def _attach_data(self) -> None:
         """Give the engine its training data, before a checkpoint is loaded."""
 
@@ -203,7 +199,7 @@ class EngineMixin:
             self.args.save_on_each_node = True
             self._warn("checkpoint.use_node_local_storage sets save_on_each_node to True")
         self._hydra_section = hydra
-        self.hydra_config: HydraConfig = self._map_arguments(hydra, self._warn)
+        self.hydra_config: HydraConfig = map_arguments(self.args, hydra, self._warn)
 
     def _forget_accelerator(self) -> None:
         """Let accelerate be set up again with the plugin of the same arguments, which it refuses:
@@ -263,7 +259,7 @@ class EngineMixin:
         self._call_together("train()")
         self._check_used(say_nothing)
         # Arguments may be set, too: the seed of a second run
-        self.hydra_config = self._map_arguments(self._hydra_section, say_nothing)
+        self.hydra_config = map_arguments(self.args, self._hydra_section, say_nothing)
         if self.deepspeed is None:
             self._refuse_optimizers()
         else:
@@ -347,7 +343,15 @@ class EngineMixin:
         freeze_other_parts(self.model)
         check_trains(self.model)
         unify_adapter_dtype(self.model, self._warn)
-        self._try_saving()
+        if self.args.save_strategy != SaveStrategy.NO:
+            try_folder(
+                Path(self.args.output_dir),
+                "output_dir",
+                self.args.device,
+                commits=self.args.should_save,
+                writes=not self.args.save_only_model,
+            )
+            self._check_generation()
         try:
             with self._starting_engine():
                 model, train_dataloader = super()._prepare_for_training(
@@ -369,45 +373,19 @@ class EngineMixin:
         self._of_engine = (self.optimizer, self.lr_scheduler)
         return model, train_dataloader
 
-    def _try_saving(self) -> None:
-        """Find what would fail at the first checkpoint. Collective over all ranks."""
-        args, faults = self.args, self.hydra_config.faults
-        is_saved = args.save_strategy != SaveStrategy.NO
-        if is_saved:
-            try_folder(
-                Path(args.output_dir),
-                "output_dir",
-                args.device,
-                commits=args.should_save,
-                writes=not args.save_only_model,
-            )
-        is_own = is_overridden(self, "_save", "save_model")
-        refuses = (is_saved or faults.save_on_sigterm is not None) and not is_own
-        run_together(lambda: self._try_parts(refuses) if args.should_save else None, args.device)
-
-    def _try_parts(self, refuses: bool) -> None:
-        """Raise HydraConfigError, or else warn, where what a checkpoint holds beside tensors cannot
-        be saved.
-        """
-        model, tokenizer = self.model, self.processing_class
-        parts: dict[str, Callable[[str], Any]] = {
-            "TrainingArguments": lambda folder: torch.save(self.args, f"{folder}/args")
-        }
-        if isinstance(model, PreTrainedModel) and model.can_generate():
-            parts["model.generation_config"] = model.generation_config.save_pretrained
-        if tokenizer is not None:
-            parts["processing_class"] = lambda folder: tokenizer.save_pretrained(folder)
-        for name, save in parts.items():
-            try:
-                with tempfile.TemporaryDirectory() as folder:
-                    save(folder)
-            except OSError:  # a full /tmp says nothing of what is saved
-                continue
-            except Exception as error:  # whatever these classes raise
-                problem = f"{name} cannot be saved, as it is with every checkpoint: {error}"
-                if refuses:
-                    raise HydraConfigError(problem) from error
-                self._warn(problem)
+    def _check_generation(self) -> None:
+        """Raise HydraConfigError for a generation config that no checkpoint can hold."""
+        model = self.model
+        is_saved = isinstance(model, PreTrainedModel) and model.can_generate()
+        if not is_saved or is_overridden(self, "_save", "save_model"):
+            return
+        try:
+            with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
+                model.generation_config.save_pretrained(folder)
+        except ValueError as error:
+            raise HydraConfigError(
+                f"model.generation_config cannot be saved, as it is with every checkpoint: {error}"
+            ) from error
 
     def _load_engine(self, checkpoint: str) -> None:
         found, _ = self.engine.load_checkpoint(
@@ -416,23 +394,10 @@ class EngineMixin:
             load_data_position=not self.args.ignore_data_skip,
         )
         if found is None:
-            why = "save_only_model=True saves weights alone"
-            if (Path(checkpoint) / "optimizer.pt").exists():
-                why = "a Trainer without DeepSpeed has saved it"
-            elif tags := [
-                path.parent.name for path in Path(checkpoint).glob("*/*_optim_states.pt")
-            ]:
-                why = f"its file `latest`, which names {tags[0]!r}, is missing"
             raise HydraConfigError(
-                f"{checkpoint} holds no state of an engine to resume from ({why}); train anew from its weights with "
+                f"{checkpoint} holds no state of an engine, with a file `latest` that names it (save_only_model=True "
+                "saves weights alone, a Trainer without DeepSpeed another optimizer); train anew from its weights with "
                 "from_pretrained(), or resume from a checkpoint of an engine"
-            )
-        counted = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-        is_own = any(Path(checkpoint).glob(f"*/{MANIFEST_NAME}"))  # others may count differently
-        if is_own and counted.global_step != self.engine.global_steps:
-            self._warn(
-                f"{checkpoint} is mixed of two: its {TRAINER_STATE_NAME} is of step {counted.global_step}, its weights "
-                f"and optimizer are of step {self.engine.global_steps}; resume from another checkpoint"
             )
 
     def _take_scheduler(self) -> None:
@@ -614,11 +579,6 @@ class EngineMixin:
         flops = self.engine.reporter.flops.of(plan.lengths) / plan.num_devices
         return 0.0 if math.isnan(flops) else flops
 
-    def store_flos(self) -> None:
-        """Add the FLOPs of all ranks to the state, without asking them or the device."""
-        self.state.total_flos += self.current_flos * self.args.world_size
-        self.current_flos = 0
-
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += self.engine.last_metrics.num_tokens
@@ -672,7 +632,7 @@ def written_aside(
 
 
 def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
-    """Raise HydraConfigError where `path` is no Trainer's checkpoint, with the last one near it.
+    """Raise HydraConfigError where `path` is no Trainer's checkpoint.
 
     True is the last one of `output_dir`; where it has none, transformers says so.
     """
@@ -688,14 +648,9 @@ def check_checkpoint(path: str | Path | bool, output_dir: str = "") -> None:
         problem = f"has no {TRAINER_STATE_NAME}"
     except (OSError, ValueError, TypeError) as error:
         problem = f"has a {TRAINER_STATE_NAME} that cannot be read ({error})"
-    near = [folder, folder.parent]
-    states = f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}"
-    found = [s.parent for parent in near for s in parent.glob(states) if s.parent != folder]
-    last = max(found, key=lambda c: c.stat().st_mtime, default=None)
-    hint = f"; the last one near it is {str(last)!r}" if last else ""
     raise HydraConfigError(
         f"resume_from_checkpoint={str(path)!r} {problem}; expected the folder of a checkpoint, or "
-        f"True for the last one of output_dir{hint}"
+        "True for the last one of output_dir"
     )
 
 

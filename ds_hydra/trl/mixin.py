@@ -10,9 +10,9 @@ give for one optimizer step are one global batch of the engine, which plans it a
 The reference is a model with an engine of its own, the model with its adapters switched off, or
 what the model said before training.
 
-[Note: Arguments and datasets of TRL's trainers]
-Checked are what is refused, what has no effect, and chats where TRL alone would train something
-else without a word; a script that has no DeepSpeed configuration gets one.
+[Note: Arguments of TRL's trainers]
+Checked are those that are refused and those without effect; a script that has no DeepSpeed
+configuration gets one.
 """
 
 from __future__ import annotations
@@ -44,17 +44,14 @@ from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.held_models import check_free
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.progress import no_bars_in_files
 from ds_hydra.refusals import Refusal, each
 from ds_hydra.trainer.arguments import (
     NOT_CALLED,
     Note,
     check_common_arguments,
     check_overrides,
-    map_arguments,
 )
 from ds_hydra.trainer.mixin import EngineMixin, say_nothing
-from ds_hydra.trl.chats import check_columns_of, with_clean_chats
 from ds_hydra.trl.scored_model import (
     Call,
     Given,
@@ -251,9 +248,6 @@ class HydraMixin(ReferenceMixin):
     def _complete_config(self, ds_config: dict[str, Any]) -> None:
         complete_section(ds_config, self.args, self.model)
 
-    def _map_arguments(self, hydra: HydraConfig, note: Note) -> HydraConfig:
-        return map_arguments(self.args, hydra, note)
-
     def _check_used(self, note: Note) -> None:
         check_trl_arguments(self.args, note)
         check_overrides(self, NOT_CALLED_OF_TRL)
@@ -267,21 +261,6 @@ class HydraMixin(ReferenceMixin):
                 f"compute_loss_func is {self.compute_loss_func!r}, which gets logits, and no rank holds those of a "
                 "sequence; override compute_loss(), and call model(**inputs, labels=labels, fused_lm_head=True)"
             )
-
-    # ---- Data
-
-    @no_bars_in_files()
-    def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **more: Any) -> Any:
-        """Override of TRL, with chats as they were before `datasets` stored them. Refuses columns
-        that TRL does not read and that would change what is trained.
-        """
-        counting = None
-        if isinstance(self, SFTTrainer):
-            # Of a prompt and its completion the last turn counts, whatever the loss
-            has_prompts = "prompt" in check_columns_of(dataset)
-            counting = slice(-1, None) if has_prompts else slice(None)
-        reader = with_clean_chats(processing_class, counting)
-        return super()._prepare_dataset(dataset, reader, *args, **more)
 
     # ---- Training
 

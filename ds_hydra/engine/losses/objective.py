@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
-from ds_hydra.engine.parallel.logits import TokenScores
-from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, on_all_ranks
+from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError
+from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
 
 _INDEX = "number of the token in the global batch"
@@ -74,9 +73,7 @@ class Objective:
             )
         counted = (torch.tensor(float(count.sum())) for count in counts)
         with_counts = [{**f, NUM_COUNTED: number} for f, number in zip(fields, counted)]
-        objective = cls(loss=loss, normaliser=normaliser, fields=with_counts)
-        objective._try_out(counts)
-        return objective
+        return cls(loss=loss, normaliser=normaliser, fields=with_counts)
 
     def rows_of(self, position: int, part: slice, num_tokens: int) -> dict[str, Tensor]:
         """Fields of the predictions `part` of the sequence at `position`, [t] or [t, k]."""
@@ -117,31 +114,6 @@ class Objective:
             fields=fields,
             value=value.item() / self.normaliser,
         )
-
-    def _try_out(self, counts: Sequence[Tensor]) -> None:
-        """Call a loss of tokens with those of one example: a mistake in it is everyone's."""
-        if isinstance(self.loss, SequenceLoss):
-            return
-        number = next((n for n, count in enumerate(counts) if count.any()), 0)
-        num_tokens = len(counts[number])
-        rows = self.rows_of(number, slice(0, num_tokens), num_tokens)
-
-        def score(value: float, *shape: int) -> Tensor:
-            return torch.full(shape or (num_tokens,), value, requires_grad=True)
-
-        wanted = self.loss.candidates
-        scores = TokenScores(
-            counts_T=torch.cat([counts[number][1:], torch.zeros(1, dtype=torch.bool)]),
-            log_probs_T=score(-1.0),
-            log_normaliser_T=score(1.0),
-            entropy_T=score(1.0) if self.loss.needs_entropy else None,
-            mean_log_prob_T=score(-1.0) if self.loss.needs_mean_log_prob else None,
-            candidate_log_probs_TK=None if wanted is None else score(-1.0, *rows[wanted].shape),
-        )
-        with _of_the_user(self.loss, f"example {number}"):
-            value = self.loss(Tokens(scores=scores, fields=rows))
-        if problem := find_problem(self.loss, value):
-            raise HydraConfigError(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,21 +389,6 @@ def find_difference(objective: Objective | None, rank: int, device: torch.device
         if first.get(name) != other.get(name):
             return f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}"
     return f"the loss is another one on rank {rank} than on rank 0"
-
-
-def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
-    """Raise PlanMismatchError on all ranks where the loss gives different `numbers` [n] fp64,
-    although its fields are equal. Collective over all ranks.
-    """
-    rows = gather_rows(numbers.to(device)).cpu()
-    for rank, row in enumerate(rows):
-        if not torch.allclose(row, rows[0], rtol=1e-6, atol=1e-12):
-            raise on_all_ranks(
-                PlanMismatchError(
-                    f"loss {loss} of the global batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank "
-                    f"{rank}, of the same fields; give every rank the same numbers in what it reads beside them"
-                )
-            )
 
 
 def _parameters(objective: Objective) -> Iterator[tuple[str, str]]:

@@ -88,23 +88,6 @@ class TokenBudgetSampler:
         self._token_digest = token_digest
         self._state = SamplerState()
         self._past_states: OrderedDict[int, SamplerState] = OrderedDict()
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
-        if self._lengths.shape != self._num_label_tokens.shape or self._lengths.ndim != 1:
-            raise ValueError(
-                f"lengths has shape {self._lengths.shape}, num_label_tokens has "
-                f"{self._num_label_tokens.shape}"
-            )
-        if not self._lengths.size:
-            raise HydraConfigError("the dataset is empty: there is no sequence to draw")
-        if self._lengths.min() < 1:
-            raise ValueError(f"sequence {int(self._lengths.argmin())} has no token")
-        if self._tokens_per_iteration < 1:
-            raise HydraConfigError(
-                f"hydra.tokens_per_iteration is {self._tokens_per_iteration}, expected 1 or more, for "
-                f"example {int(self._lengths.max())}, the longest sequence"
-            )
 
     @property
     def state(self) -> SamplerState:

@@ -263,14 +263,10 @@ def check_stored(dataset: datasets.Dataset, what: str) -> None:
         )
 
 
-def check_dataset_columns(
-    dataset: datasets.Dataset | datasets.IterableDataset, read: Sequence[str] = ()
-) -> None:
-    """Raise HydraConfigError naming a column that would change training, and that is not `read`
-    elsewhere.
-    """
+def check_dataset_columns(dataset: datasets.Dataset | datasets.IterableDataset) -> None:
+    """Raise HydraConfigError naming a column that would change training."""
     features = dataset.features
-    check_columns(features, lambda name: _is_list_of_numbers(features[name]), "the dataset", read)
+    check_columns(features, lambda name: _is_list_of_numbers(features[name]), "the dataset")
 
 
 def _is_list_of_numbers(feature: Any) -> bool:
