@@ -19,7 +19,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.attention_choice import head_widths
 from ds_hydra.engine.model.current_micro_batch import checkpointed
-from ds_hydra.engine.model.decoder_parts import check_supported
+from ds_hydra.engine.model.model_checks import check_supported
 from ds_hydra.engine.model.scheme_support import check_context, check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
-from ds_hydra.engine.model.decoder_parts import find_other_inputs, find_text_config
+from ds_hydra.engine.model.model_checks import find_other_inputs, find_text_config
 
 logger = logging.getLogger(__name__)
 
