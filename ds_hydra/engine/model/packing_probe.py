@@ -84,7 +84,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU, or on the
     accelerator where the family's code runs there alone.
     """
-    model = language_model_of(unwrap_adapters(model))
+    model = language_model_of(model)
     model_checks.check_supported(model)
     kind, key = type(model), (model.config.to_json_string(), *_code_of(model))
     if key not in _verdicts:

@@ -409,7 +409,7 @@ class StageForward:
         micro_batch = PackedMicroBatch.build(lengths, self.device)
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
         with torch.no_grad():
-            return self._run(micro_batch, ids, hidden, False)
+            return self._run(micro_batch, ids, hidden, None)
 
     def hook_head(self) -> None:
         """Columnwise parallel logits, of those tokens alone that predict something where others are

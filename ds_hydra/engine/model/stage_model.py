@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model import attention, decoder_parts, model_checks
-from ds_hydra.engine.model.adapters import check_head, unwrap_adapters, use_saved_modules
+from ds_hydra.engine.model.adapters import check_head, use_saved_modules
 from ds_hydra.engine.model.apart import run_apart
 from ds_hydra.engine.model.attention_choice import (
     Choice,
@@ -131,7 +131,7 @@ class StageModel:
         float8_exclude: Sequence[str] = (),
         offloads_optimizer: bool = False,
     ):
-        model = language_model_of(unwrap_adapters(model))
+        model = language_model_of(model)
         model_checks.check_supported(model)
         self.model = model
         """The language model, without what PEFT wraps it in."""
