@@ -57,7 +57,7 @@ def _adapter_of(name: str) -> str:
 
 
 def unwrap_adapters(model: nn.Module) -> nn.Module:
-    """The transformers model inside a `PeftModel`, its adapters in place; any other model as it is.
+    """Return the transformers model inside a `PeftModel`, adapters in place; another as it is.
 
     Raises UnsupportedModelError naming the adapter that cannot be trained.
     """
@@ -132,8 +132,8 @@ def check_head(head: nn.Module) -> None:
 
 
 def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that hold the parameters of `module`, each with its style (see [Note: LoRA under
-    TP]).
+    """Find the modules that hold the parameters of `module`, each with its style (see [Note: LoRA
+    under TP]).
     """
     if not is_lora(module):
         yield module, style

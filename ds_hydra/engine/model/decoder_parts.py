@@ -79,7 +79,7 @@ class DecoderParts:
 
     @classmethod
     def find(cls, model: nn.Module) -> DecoderParts:
-        """The parts of `model`. Raises LookupError naming the one that it does not have."""
+        """Find the parts of `model`. Raises LookupError naming the one that it does not have."""
         lists = list(_outermost_lists(model))
         if not lists:
             raise LookupError("has no list of decoder layers")

@@ -63,8 +63,8 @@ class TextForCausalLM(PreTrainedModel):
 
 
 def language_model_of(model: nn.Module) -> nn.Module:
-    """The causal language model inside `model`, the same one in each call: `model` without its
-    wrapper of PEFT, or, where that reads other inputs, too, a model of its text with the same
+    """Return the causal language model inside `model`, the same one in each call: `model` without
+    its wrapper of PEFT, or, where that reads other inputs, too, a model of its text with the same
     modules. It is left as it is where transformers has no such model.
     """
     model = unwrap_adapters(model)

@@ -160,7 +160,7 @@ def _pack(
     device: torch.device,
     layout: TokenLayout | None,
 ) -> PackedMicroBatch:
-    """The positions of the sequences of micro-batch `number`, or of one of its rows."""
+    """Pack the positions of the sequences of micro-batch `number`, or of one of its rows."""
     micro_batch = pipeline.micro_batches[number]
     number_of = {position: number for number, position in enumerate(micro_batch)}
     segments = [

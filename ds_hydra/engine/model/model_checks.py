@@ -224,7 +224,7 @@ def find_other_inputs(config: Any) -> str:
 
 
 def find_text_config(config: Any) -> Any:
-    """The configuration of the language model inside `config`; itself where it is one."""
+    """Find the configuration of the language model inside `config`; itself where it is one."""
     try:
         return config.get_text_config()
     except (ValueError, AttributeError):  # of several, or of a type that has none

@@ -67,7 +67,7 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
-    """The stage model of `model` with its small copy's abilities; `options` are StageModel's."""
+    """Build the stage model of `model` with its small copy's abilities; `options`: StageModel's."""
     liger.check_patches(unwrap_adapters(model))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
@@ -356,7 +356,7 @@ class _SmallCopy:
         return [hidden[0] * torch.cat([sequence.weights for sequence in self._sequences])]
 
     def _gradients(self, weighted: Sequence[Tensor]) -> list[Tensor]:
-        """The weighted logits of all sequences, and the gradient of their sum by parameter."""
+        """Return weighted logits of all sequences, and the gradient of their sum by parameter."""
         values = torch.cat(list(weighted))
         params = list(self._model.parameters())
         grads = torch.autograd.grad(values.sum(), params, allow_unused=True, materialize_grads=True)

@@ -60,7 +60,7 @@ class _Module:
 
 
 def _state_of(param: nn.Parameter | None) -> tuple[Any, ...]:
-    """The parameter, its dtype, and copies of its hooks."""
+    """Return the parameter, its dtype, and copies of its hooks."""
     if param is None:
         return None, None, None, None
     hooks = [getattr(param, kind, None) for kind in _TENSOR_HOOKS]

@@ -172,9 +172,9 @@ class StageForward:
         hidden: Tensor | None,
         at_head: AtHead | None = None,
     ) -> Tensor:
-        """The model's own forward over the bound stage: hidden states, or on the last this rank's
-        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names, or what
-        `at_head` makes of their hidden states [1, T, H].
+        """Run the model's own forward over the bound stage. Returns hidden states, or on the last
+        stage this rank's logits [1, T, V] of all tokens, or of those that `micro_batch.predicting`
+        names, or what `at_head` makes of their hidden states [1, T, H].
 
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
         TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].

@@ -134,7 +134,7 @@ class StageModel:
         model = language_model_of(model)
         model_checks.check_supported(model)
         self.model = model
-        """The language model, without what PEFT wraps it in."""
+        """Language model, without a wrapper of PEFT."""
         self.abilities = abilities or ModelAbilities()
         self.offloads_optimizer = offloads_optimizer
         """Whether masters and moments of its parameters are in the host's memory."""
@@ -303,7 +303,7 @@ class StageModel:
 
     @property
     def config(self) -> Any:
-        """The base model's configuration."""
+        """Configuration of the base model."""
         return self._base.config
 
     @property
@@ -354,7 +354,7 @@ class StageModel:
         return tuple(buckets)
 
     def gather_window(self) -> Window:
-        """The buckets that all ranks gather for every pass: those that share no parameter."""
+        """Find the buckets that all ranks gather for every pass: those that share no parameter."""
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
         alone = [
             r for r, u in enumerate(self.units) if all(owners[b.param] == 1 for b in u.bindings)
@@ -367,8 +367,8 @@ class StageModel:
         )
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
-        """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have
-        none.
+        """Find the buckets of all ranks under `strategy`; equal ones are one object. Idle ranks
+        have none.
         """
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks

@@ -46,7 +46,7 @@ def module_sides(base: nn.Module) -> dict[nn.Module, str]:
 
 
 def expert_modules(base: nn.Module) -> list[nn.Module]:
-    """The modules of experts that ranks may share, by the model's ep plan."""
+    """Find the modules of experts that ranks may share, by the model's ep plan."""
     plan = ep_plan(base)
     return [m for name, m in base.named_modules() if plan.get(_pattern(name)) == _DISPATCHED]
 
@@ -102,8 +102,8 @@ def _sliced_activations(base: nn.Module) -> Iterator[nn.Module]:
 
 
 def _before_latent(parent: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn.Module]:
-    """The down-projections of latent attention and their norms. The layers after them are colwise,
-    so every rank has their whole gradient.
+    """Find the down-projections of latent attention and their norms. The layers after them are
+    colwise, so every rank has their whole gradient.
     """
     if not any(styles.get(child) == tensor_parallel.LATENT for child in parent.children()):
         return set()
@@ -242,5 +242,5 @@ def tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def ep_plan(model: nn.Module) -> dict[str, str]:
-    """The expert parallel plan of `model`; see `tp_plan`."""
+    """Expert parallel plan of `model`; see `tp_plan`."""
     return dict(getattr(model.base_model.config, "base_model_ep_plan", None) or {})
