@@ -129,10 +129,6 @@ MISTAKES = {
         lambda: initialize(tiny("llama", rms_norm_eps=1e-6 * (1 + dist.get_rank()))), PlanMismatchError,
         ("model.config.rms_norm_eps is 2e-06, and 1e-06 on rank 0",),
     ),
-    "too many ranks": (
-        lambda: initialize(hydra={"strategies": ["1x<2,2>"]}), HydraConfigError,
-        ("1x<2,2>", "4 ranks", "there are 2", "hydra.strategies"),
-    ),
     "CP above the context": (
         lambda: initialize(hydra={"strategies": ["1x<cp256,1>"]}), HydraConfigError,
         ("<cp256,1>", "CP 256", "hydra.context_length, 128 tokens", "CP 128 or less"),

@@ -660,19 +660,3 @@ def train_without_a_scheme(folder):
 @pytest.mark.distributed
 def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for(tmp_path):
     run_distributed(train_without_a_scheme, 2, str(tmp_path))
-
-
-def train_without_single_ranks():
-    """A profile has <2,1> alone, so that a rank of three stays idle."""
-    document = small_profile(6_000_000, num_layers=4)
-    document["schemes"] = document["schemes"][1:]
-    with measured_as(document):
-        engine = start_hydra(tiny("llama"), hydra={"planner": {"space": "plain"}})
-        engine.train_batch(batches(1)[0])
-    assert [str(s) for s in engine.hydra.source.candidates.strategies] == ["1x<2,1>"]
-    assert engine.last_metrics.strategy == "1x<2,1>"
-
-
-@pytest.mark.distributed
-def test_a_rank_stays_idle_where_single_ranks_hold_no_model():
-    run_distributed(train_without_single_ranks, 3)
