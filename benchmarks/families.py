@@ -35,8 +35,8 @@ from test_engine_parity import check_gradients, relative_errors
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_hydra.engine.model.decoder_parts import check_supported, find_other_inputs, find_text_config
 from ds_hydra.engine.model.experts import is_experts
+from ds_hydra.engine.model.model_checks import check_supported, find_other_inputs, find_text_config
 from ds_hydra.engine.model.packing_probe import build_stage_model, small_configs
 from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.errors import HydraError

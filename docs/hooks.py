@@ -141,7 +141,7 @@ def _names(schema: dict[str, Any]) -> Iterator[str]:
 def refusals_reference() -> str:
     """A table for each place where settings are written."""
     from ds_hydra.configs import ds_config, hydra_config
-    from ds_hydra.engine.model.decoder_parts import CONFIG_REFUSED
+    from ds_hydra.engine.model.model_checks import CONFIG_REFUSED
     from ds_hydra.trainer import arguments
     from ds_hydra.trl import mixin
 

@@ -49,15 +49,6 @@ def call(folder):
     return triple(7), bool(triple.stats.cache_misses)
 
 
-def garble(content):
-    middle = len(content) // 2
-    return (
-        content[:middle]
-        + bytes(255 - byte for byte in content[middle : middle + 9])
-        + content[middle + 9 :]
-    )
-
-
 def test_a_start_that_cannot_keep_compiled_code_says_why_it_waits(tmp_path, monkeypatch, caplog):
     def find_none(*_):
         raise RuntimeError("cannot cache function: no locator available")
@@ -68,27 +59,23 @@ def test_a_start_that_cannot_keep_compiled_code_says_why_it_waits(tmp_path, monk
     assert caplog.text.count("set NUMBA_CACHE_DIR to") == 1
 
 
-DAMAGES = {
-    "empty": lambda _: b"",
-    "one byte": lambda content: content[:1],
-    "half": lambda content: content[: len(content) // 2],
-    "last byte missing": lambda content: content[:-1],
-    "garbled": garble,
-    "zeros": lambda content: bytes(len(content)),
-    "text": lambda _: b"no pickle at all\n" * 9,
-    "a bit": lambda content: content[:-40] + bytes([content[-40] ^ 1]) + content[-39:],
-}
+DAMAGES = (
+    lambda _: b"",
+    lambda content: content[: len(content) // 2],
+    lambda _: b"no pickle at all\n" * 9,
+    lambda content: content[:-40] + bytes([content[-40] ^ 1]) + content[-39:],
+)
 
 
 @pytest.mark.parametrize("ending", ["nbi", "nbc"])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_cache_is_compiled_anew_once(tmp_path, ending, damage):
+def test_a_damaged_cache_is_compiled_anew_once(tmp_path, ending):
     assert call(tmp_path) == (21, True)
     assert call(tmp_path) == (21, False)
-    (path,) = tmp_path.glob(f"__pycache__/*.{ending}")
-    path.write_bytes(DAMAGES[damage](path.read_bytes()))
-    assert call(tmp_path) == (21, True)
-    assert call(tmp_path) == (21, False)
+    for damaged in DAMAGES:
+        (path,) = tmp_path.glob(f"__pycache__/*.{ending}")
+        path.write_bytes(damaged(path.read_bytes()))
+        assert call(tmp_path) == (21, True)
+        assert call(tmp_path) == (21, False)
 
 
 @pytest.mark.parametrize("ending", ["nbc", "nbi"])

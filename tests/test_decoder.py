@@ -13,7 +13,7 @@ from shared_data import shared_json
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.families import SETTINGS
-from ds_hydra.engine.model.decoder_parts import find_text_config
+from ds_hydra.engine.model.model_checks import find_text_config
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields, read_config
 from ds_hydra.strategy.cost_models.analytic import ModelShape

@@ -68,13 +68,6 @@ def train(engine):
     return engine.train_batch(batch=random_examples([7, 9], VOCAB_SIZE), strategy="2x<1,1>")
 
 
-def with_rate_of_rank():
-    model = two_layers()
-    rate = 1e-3 if dist.get_rank() == 1 else 1e-4
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    return ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config(hydra={}))
-
-
 def with_schedule_of_rank():
     model, num_steps = two_layers(), 8 if dist.get_rank() == 1 else 4
     schedule = functools.partial(
@@ -108,9 +101,6 @@ def use_an_optimizer_again():
 
 
 MISTAKES = {
-    "misspelled hydra key": (
-        lambda: initialize(hydra={"contxt_length": 64}), HydraConfigError, ("contxt_length", "context_length"),
-    ),
     "compile of DeepSpeed": (
         lambda: initialize().compile(), HydraConfigError,
         ("engine.compile()", "hydra.compile_layers", "dynamo_backend"),
@@ -125,9 +115,6 @@ MISTAKES = {
         ),
         HydraConfigError, ("--deepspeed_config other.json", "config="),
     ),
-    "learning rate of one rank": (
-        with_rate_of_rank, PlanMismatchError, ("optimizer.param_groups[0].lr is 0.001, and 0.0001 on rank 0",),
-    ),
     "schedule of another rank": (
         with_schedule_of_rank, PlanMismatchError, ("optimizer.param_groups[0].lr is 0.000875, and 0.00075 on rank 0",),
     ),
@@ -141,10 +128,6 @@ MISTAKES = {
     "epsilon of the norms of one rank": (
         lambda: initialize(tiny("llama", rms_norm_eps=1e-6 * (1 + dist.get_rank()))), PlanMismatchError,
         ("model.config.rms_norm_eps is 2e-06, and 1e-06 on rank 0",),
-    ),
-    "too many ranks": (
-        lambda: initialize(hydra={"strategies": ["1x<2,2>"]}), HydraConfigError,
-        ("1x<2,2>", "4 ranks", "there are 2", "hydra.strategies"),
     ),
     "CP above the context": (
         lambda: initialize(hydra={"strategies": ["1x<cp256,1>"]}), HydraConfigError,

@@ -274,11 +274,18 @@ HYBRIDS = {
     "bamba": "BambaMixer",
 }
 """Types of models with states, and the class of their modules that carry them."""
+IN_CI = ("nemotron_h", "lfm2", "qwen3_next")
+"""Types of HYBRIDS with a Mamba layer, a convolution and a delta net."""
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("model_type", HYBRIDS)
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(t, marks=pytest.mark.slow if t in IN_CI else pytest.mark.nightly)
+        for t in HYBRIDS
+    ],
+)
 def test_hybrids_are_packed_gathered_and_checkpointed(model_type):
     worst, abilities, runs = run_distributed(check_hybrid, 2, model_type)[0]
     assert_parity(worst)

@@ -47,6 +47,7 @@ from ds_hydra.engine.parallel.one_f_one_b import one_forward_one_backward
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.records.timeline import EventKind, Timeline
 from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.strategy import Profile, Scheme
 
 
 def batches(num_batches, *, num_sequences=8):
@@ -610,6 +611,26 @@ def test_a_destroyed_engine_holds_no_states_and_no_model_whose_forward_has_run()
     assert run_distributed(what_a_destroyed_engine_holds, 1) == [(False, False)]
 
 
+def measure_options(folder):
+    strategies = ["2x<1,1;ckpt=4>", "1x<1,2;stages=3,1>"]
+    own = {
+        "strategies": strategies,
+        "tokens_per_iteration": 300,
+        "run_dir": folder,
+        "profiling": {"lengths": [16, 32, 48], "repeats": 1},
+    }
+    start_hydra(tiny("llama"), hydra=own, training_data=dataset_of(batches(2))).train_batch()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_start_measures_candidates_with_options(tmp_path):
+    run_distributed(measure_options, 2, str(tmp_path))
+    profile = Profile.load(tmp_path / "profile.json")
+    wanted = {Scheme.parse(text) for text in ("<1,1;ckpt=4>", "<1,2;stages=3,1>")}
+    assert wanted <= set(profile.latency) - profile.assumed
+
+
 def measured_as(document):
     """Within, profiles are measured as `document`."""
     return mock.patch.object(candidates, "measure_profile", return_value=document)
@@ -636,19 +657,3 @@ def train_without_a_scheme(folder):
 @pytest.mark.distributed
 def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for(tmp_path):
     run_distributed(train_without_a_scheme, 2, str(tmp_path))
-
-
-def train_without_single_ranks():
-    """A profile has <2,1> alone, so that a rank of three stays idle."""
-    document = small_profile(6_000_000, num_layers=4)
-    document["schemes"] = document["schemes"][1:]
-    with measured_as(document):
-        engine = start_hydra(tiny("llama"), hydra={"planner": {"space": "plain"}})
-        engine.train_batch(batches(1)[0])
-    assert [str(s) for s in engine.hydra.source.candidates.strategies] == ["1x<2,1>"]
-    assert engine.last_metrics.strategy == "1x<2,1>"
-
-
-@pytest.mark.distributed
-def test_a_rank_stays_idle_where_single_ranks_hold_no_model():
-    run_distributed(train_without_single_ranks, 3)

@@ -50,9 +50,15 @@ def check(name):
     return worst, [n for n, p in model.named_parameters() if p.requires_grad]
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("Gemma3", marks=pytest.mark.slow),
+        pytest.param("Qwen3VL", marks=pytest.mark.slow),
+        pytest.param("Qwen2_5_VL", marks=pytest.mark.nightly),  # put together as Qwen3VL
+    ],
+)
 def test_text_trains_the_language_model_as_the_whole_model_does(name):
     worst, trained = run_distributed(check, 2, name)[0]
     assert_parity(worst)

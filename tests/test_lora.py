@@ -225,30 +225,30 @@ def test_adapters_that_cannot_train_are_refused(settings, message):
         StageModel(adapted(**settings))
 
 
-def test_other_kinds_of_adapters_are_refused():
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(tiny("llama"), config)
-    with pytest.raises(
-        UnsupportedModelError, match="adapter 'default' is of the PEFT type PREFIX_TUNING"
-    ):
-        unwrap_adapters(model)
+def merged():
     model = adapted()
     model.merge_adapter()
-    with pytest.raises(
-        UnsupportedModelError, match=r"merged into the weights; call model\.unmerge_adapter"
-    ):
-        unwrap_adapters(model)
+    return model
 
 
-def test_what_wraps_an_adapted_model_otherwise_is_refused():
-    config = peft.LoraConfig(target_modules=["q_proj"])
-    for wrap in (
-        lambda model: peft.get_peft_model(model, config, mixed=True),
-        lambda model: peft.get_peft_model(model, config).base_model,
-        lambda model: peft.PeftModel(peft.get_peft_model(model, config), config),
-    ):
-        with pytest.raises(UnsupportedModelError, match=r"without mixed=True; model\.add_adapter"):
-            unwrap_adapters(wrap(tiny("llama")))
+PREFIX = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+LORA = peft.LoraConfig(target_modules=["q_proj"])
+WRAPPED = r"without mixed=True; model\.add_adapter"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: peft.get_peft_model(tiny("llama"), PREFIX), "adapter 'default' is of the PEFT type PREFIX_TUNING"),
+        (merged, r"merged into the weights; call model\.unmerge_adapter"),
+        (lambda: peft.get_peft_model(tiny("llama"), LORA, mixed=True), WRAPPED),
+        (lambda: peft.get_peft_model(tiny("llama"), LORA).base_model, WRAPPED),
+        (lambda: peft.PeftModel(peft.get_peft_model(tiny("llama"), LORA), LORA), WRAPPED),
+    ],
+)  # fmt: skip
+def test_other_kinds_of_adapters_are_refused(make, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        unwrap_adapters(make())
 
 
 def merged_weights():

@@ -16,9 +16,9 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.decoder_parts import module_sides
 from ds_hydra.engine.model.meta_model import build_random_stage_model, make_model
 from ds_hydra.engine.model.stage_forward import compile_each
+from ds_hydra.engine.model.tp_plan import module_sides
 from ds_hydra.engine.parallel.tensor_parallel import (
     ROW,
     TensorParallel,

@@ -20,7 +20,7 @@ from test_lora import STRATEGIES, adapted, errors_of
 from torch import nn
 
 from ds_hydra import losses
-from ds_hydra.engine.model.adapters import (
+from ds_hydra.engine.model.noise import (
     TokenDropout,
     keep_mask,
     layer_number,

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from ds_hydra.configs import HydraConfig, hydra_config, read_ds_config
 from ds_hydra.configs import ds_config as json_keys
 from ds_hydra.engine.checks.config_check import _warnings_to
-from ds_hydra.engine.model import decoder_parts
+from ds_hydra.engine.model import model_checks
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.refusals import Refusal
 from ds_hydra.trainer import HydraTrainer, arguments
@@ -69,7 +69,7 @@ def ask_section(name: str, value: Any) -> list[str]:
 def ask_model(name: str, value: Any) -> list[str]:
     model = tiny("llama")
     setattr(model.config, name, value)
-    decoder_parts.check_supported(model)
+    model_checks.check_supported(model)
     return []
 
 
@@ -100,7 +100,7 @@ TABLES = {
     "DeepSpeed": Table(json_keys.REFUSALS, ask_json),
     "unused of DeepSpeed": Table(json_keys.WITHOUT_EFFECT, ask_json, is_refused=False),
     "hydra": Table(hydra_config.REMOVED, ask_section),
-    "models": Table(decoder_parts.CONFIG_REFUSED, ask_model),
+    "models": Table(model_checks.CONFIG_REFUSED, ask_model),
 }
 
 NUM_ROWS = {

@@ -11,7 +11,7 @@ import kernels_apart
 import pytest
 import torch
 import transformers
-from models import FAMILIES, MIXTURES_OF_EXPERTS, tiny
+from models import tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
@@ -19,7 +19,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.attention_choice import head_widths
 from ds_hydra.engine.model.current_micro_batch import checkpointed
-from ds_hydra.engine.model.decoder_parts import check_supported
+from ds_hydra.engine.model.model_checks import check_supported
 from ds_hydra.engine.model.scheme_support import check_context, check_scheme
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
@@ -86,23 +86,15 @@ def test_what_changes_after_the_start_is_named(change, named):
 
 
 NOISY = {
-    "gpt_neox": {"hidden_dropout": 0.1},
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2},
     "llama": {"attention_dropout": 0.1},
-    "bloom": {"hidden_dropout": 0.1},
     "mixtral": {"router_jitter_noise": 0.1},
-    "starcoder2": {"residual_dropout": 0.1},
 }
 
 
 @pytest.mark.parametrize(("family", "rates"), NOISY.items(), ids=NOISY)
 def test_noise_of_a_loaded_model_is_refused_and_both_ways_out_work(tmp_path, family, rates):
-    tiny("llama")  # settings of transformers' log
-    if family == "starcoder2":
-        config = transformers.Starcoder2Config(**SIZES, **rates)
-        model = transformers.Starcoder2ForCausalLM(config)
-    else:
-        model = tiny(family, **rates)
+    model = tiny(family, **rates)
     model.save_pretrained(tmp_path)
     zeros = dict.fromkeys(rates, 0.0)
     with pytest.raises(UnsupportedModelError) as refused:
@@ -126,24 +118,6 @@ def test_noise_of_a_loaded_model_is_refused_and_both_ways_out_work(tmp_path, fam
     packing_probe.build_stage_model(model)
     named = dict.fromkeys(re.findall(r"(\w+)=0\.0", advised), 0.0)
     StageModel(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **named))
-
-
-class OwnRate(transformers.LlamaForCausalLM):
-    """Noise that no configuration knows."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.drop = torch.nn.Dropout(0.1)
-
-
-def test_noise_that_a_class_has_of_its_own_can_be_set_to_0():
-    model = OwnRate(tiny("llama").config)
-    with pytest.raises(
-        UnsupportedModelError, match=r"p = 0.1 of module drop: .* set each of these"
-    ):
-        packing_probe.build_stage_model(model)
-    model.drop.p = 0.0
-    packing_probe.build_stage_model(model)
 
 
 class Doubled(transformers.LlamaForCausalLM):
@@ -208,7 +182,7 @@ def state_of(model):
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_modules_are_the_users_between_passes_and_hold_no_memory_in_them(family):
     model = tiny(family).eval()
     model.model.layers[0].register_forward_hook(lambda module, args, output: output)
@@ -225,18 +199,6 @@ def test_modules_are_the_users_between_passes_and_hold_no_memory_in_them(family)
         assert model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
-def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
-    stage_model = StageModel(tiny(family))
-    covered = {b.param for unit in stage_model.units for b in unit.bindings}
-    assert covered == set(range(len(stage_model.specs)))
-    for num_stages in (1, 2, 3, 4):
-        stages = [stage_model.stage_units(Scheme(1, num_stages), s) for s in range(num_stages)]
-        assert sum(stages, ()) == stage_model.units
-        sizes = [sum("layer" in unit.name for unit in units) for units in stages]
-        assert max(sizes) - min(sizes) <= 1
-
-
 def add_parameters_without_a_plan(model):
     model.model.layers[0].mlp.scale = torch.nn.LayerNorm(32)
 
@@ -250,10 +212,6 @@ def have_a_style_that_is_not_run(model):
     model.config.base_model_tp_plan = plan
 
 
-def have_no_plan(model):
-    model.config.base_model_tp_plan = model.config.base_model_pp_plan = None
-
-
 def plan_the_embedding_alone(model):
     model.config.base_model_tp_plan = {"embed_tokens": "embedding_rowwise"}
 
@@ -263,18 +221,17 @@ def have_another_number_of_key_value_heads(model):
 
 
 @pytest.mark.parametrize(
-    ("family", "edit", "words"),
+    ("edit", "words"),
     [
-        ("llama", add_parameters_without_a_plan, r"<2,1>.*mlp.scale.*use TP 1"),
-        ("llama", depend_on_all_features, r"activation_sparsity_pattern.*use TP 1"),
-        ("llama", have_a_style_that_is_not_run, r"styles that .*mlp.down_proj \(packed_rowwise\).*use TP 1"),
-        ("granitemoe", have_no_plan, r"no base_model_tp_plan.*use TP 1"),
-        ("llama", plan_the_embedding_alone, r"no base_model_tp_plan.*use TP 1"),
-        ("llama", have_another_number_of_key_value_heads, r"keys of 16, 32 features.*use TP 1"),
+        (add_parameters_without_a_plan, r"<2,1>.*mlp.scale.*use TP 1"),
+        (depend_on_all_features, r"activation_sparsity_pattern.*use TP 1"),
+        (have_a_style_that_is_not_run, r"styles that .*mlp.down_proj \(packed_rowwise\).*use TP 1"),
+        (plan_the_embedding_alone, r"no base_model_tp_plan.*use TP 1"),
+        (have_another_number_of_key_value_heads, r"keys of 16, 32 features.*use TP 1"),
     ],
 )  # fmt: skip
-def test_layers_that_cannot_be_cut_refuse_tp_alone(family, edit, words):
-    model = tiny(family)
+def test_layers_that_cannot_be_cut_refuse_tp_alone(edit, words):
+    model = tiny("llama")
     edit(model)
     stage_model = packing_probe.build_stage_model(model)
     check_scheme(stage_model, Scheme(1, 2, sp=2))
@@ -331,9 +288,9 @@ def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
         check_scheme(stage_model, Scheme(1, 1, ckpt=2))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES_OF_EXPERTS])
-def test_families_that_keep_sequences_apart_pass_the_probe(family, caplog):
-    model, state = tiny(family), torch.get_rng_state()
+def test_a_trial_says_nothing_where_sequences_stay_apart_and_draws_no_number(caplog, monkeypatch):
+    monkeypatch.setattr(packing_probe, "_verdicts", {})
+    model, state = tiny("qwen3_moe"), torch.get_rng_state()
     with caplog.at_level("INFO", logger=packing_probe.__name__):
         packing_probe.try_small_copy(model)
     assert not caplog.records, "the probe was not run"
@@ -707,7 +664,7 @@ def test_what_runs_twice_is_in_every_stage_that_needs_it_or_refuses_stages():
         check_scheme(stage_model, Scheme(1, 1, gather=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "minicpm3", "mixtral"])
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "minicpm3", "mixtral"])
 def test_flops_are_those_that_torch_counts(family):
     """Within 4%, which norms, biases and tables of positions are; torch counts attention whole."""
     model = tiny(family, **({"experts_implementation": "eager"} if family == "mixtral" else {}))

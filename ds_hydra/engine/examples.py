@@ -78,8 +78,8 @@ def tokens_of(
 
 
 def find_stream(dataset: Any, device: torch.device) -> datasets.IterableDataset | None:
-    """The stream that `dataset` is, of `datasets` or of torch; None where it has rows by number.
-    Raises on all ranks where they differ in that. Collective over all ranks.
+    """Find the stream that `dataset` is, of `datasets` or of torch; None where it has rows by
+    number. Raises on all ranks where they differ in that. Collective over all ranks.
     """
     is_stream = isinstance(dataset, IterableDataset)  # those of `datasets` are torch's, too
     check_alike({"whether the training data is a stream": is_stream}, device)
@@ -149,8 +149,8 @@ def check_examples(
     num_logits: int,
     only_scored: bool = False,
 ) -> GlobalBatch:
-    """The global batch of `tensors`. Raises HydraConfigError for what the model cannot train on;
-    what is `only_scored` need not predict a token.
+    """Make the global batch of `tensors`. Raises HydraConfigError for what the model cannot train
+    on; what is `only_scored` need not predict a token.
     """
     if not tensors:
         raise HydraConfigError(
@@ -200,7 +200,7 @@ class GlobalBatches:
 def fetch_examples(
     data: TokenDataset, plan: IterationPlan, positions: Iterable[int]
 ) -> dict[int, Example]:
-    """The sequences at `positions` of `plan`. Raises HydraDataError naming the example."""
+    """Fetch the sequences at `positions` of `plan`. Raises HydraDataError naming the example."""
     examples = {}
     for position in positions:
         index = plan.sample_indices[position]

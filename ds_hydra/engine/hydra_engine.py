@@ -53,8 +53,8 @@ from ds_hydra.engine.iteration import (
 from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model import adapters, held_models
-from ds_hydra.engine.model.decoder_parts import is_quantised
 from ds_hydra.engine.model.liger import choose_layers
+from ds_hydra.engine.model.model_checks import is_quantised
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_model import StageModel, options_of

@@ -74,8 +74,8 @@ class PackedMicroBatch:
         device: torch.device,
         layout: TokenLayout | None = None,
     ) -> PackedMicroBatch:
-        """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
-        it.
+        """Concatenate sequences of `lengths` tokens to a micro-batch, or to a sequence shard of
+        one.
         """
         whole = [Segment(number, length, 0, length) for number, length in enumerate(lengths)]
         return cls.of_segments(whole, lengths, device, layout)
@@ -89,7 +89,7 @@ class PackedMicroBatch:
         layout: TokenLayout | None = None,
         keys: KeysOfRow | None = None,
     ) -> PackedMicroBatch:
-        """The concatenated `segments` of a micro-batch of `lengths`; rows are as long as those that
+        """Concatenate the `segments` of a micro-batch of `lengths`; rows are as long as those that
         `keys` come from.
         """
         positions = torch.cat(
@@ -164,7 +164,7 @@ _running: list[tuple[PackedMicroBatch, bool, Boundaries | None]] = []
 
 
 def current_micro_batch() -> PackedMicroBatch | None:
-    """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
+    """Return the micro-batch whose forward runs, or whose checkpointed layer is computed again."""
     return _running[-1][0] if _running else None
 
 

@@ -392,7 +392,7 @@ class ExpertParallel:
         return self._tp.size > 1 and self._tp.shards is None
 
     def _own_tokens(self, num_tokens: int) -> tuple[int, int]:
-        """The first token that this rank takes to the experts, and the one after its last."""
+        """Return the first token that this rank takes to experts, and the one after its last."""
         if not self._has_same_tokens:
             return 0, num_tokens
         place, size = self._tp.rank, self._tp.size
@@ -438,11 +438,11 @@ class Travel:
         self._return = partial(_all_to_all, group=group, sent_P=received_P, received_P=sent_P)
 
     def there(self, rows_S: Tensor) -> Tensor:
-        """The rows for this rank's experts, ordered by sender and expert."""
+        """Receive the rows for this rank's experts, ordered by sender and expert."""
         return exchange(rows_S, self._send, self._return)
 
     def back(self, rows_R: Tensor) -> Tensor:
-        """The senders' rows, in the order in which they went."""
+        """Receive this rank's own rows again, in the order in which they went."""
         # Without the row of weight 0, which nobody has sent.
         return exchange(rows_R[: sum(self._received_P)], self._return, self._send)
 

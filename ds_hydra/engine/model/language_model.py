@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
-from ds_hydra.engine.model.decoder_parts import find_other_inputs, find_text_config
+from ds_hydra.engine.model.model_checks import find_other_inputs, find_text_config
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +63,11 @@ class TextForCausalLM(PreTrainedModel):
 
 
 def language_model_of(model: nn.Module) -> nn.Module:
-    """The causal language model whose modules are those of `model`, the same one in each call;
-    `model` where it is one, or where transformers has no such model for its text.
+    """Return the causal language model inside `model`, the same one in each call: `model` without
+    its wrapper of PEFT, or, where that reads other inputs, too, a model of its text with the same
+    modules. It is left as it is where transformers has no such model.
     """
+    model = unwrap_adapters(model)
     config = getattr(model, "config", None)
     if config is None or not find_other_inputs(config):
         return model

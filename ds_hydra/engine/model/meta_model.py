@@ -23,8 +23,8 @@ from ds_hydra.progress import say_once
 
 
 def load_model_config(name: str) -> PretrainedConfig:
-    """The configuration called `name`: a shipped preset, a folder with config.json, that file, or a
-    hub id. Says once what of its checkpoint does not count.
+    """Load the configuration called `name`: a shipped preset, a folder with config.json, that file,
+    or a hub id. Says once what of its checkpoint does not count.
     """
     config = load_config(name)
     _check_sizes(config.get_text_config(), name)
@@ -90,7 +90,7 @@ def make_model(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
 
 
 def load_stage_model(name: str) -> StageModel:
-    """The stage model of the model called `name`, without memory for weights."""
+    """Build the stage model of the model called `name`, without memory for weights."""
     transformers.logging.set_verbosity_error()
     config = load_model_config(name)
     with making(name):
@@ -112,8 +112,8 @@ def build_random_stage_model(
     num_ranks: int,
     **options: Any,
 ) -> StageModel:
-    """The stage model of a model whose shards, 1/num_ranks of each parameter, are random; `options`
-    are StageModel's. Not collective.
+    """Build the stage model of a model whose shards, 1/num_ranks of each parameter, are random;
+    `options` are StageModel's. Not collective.
 
     Links read `ds_tensor` of a parameter only, so that is all that a parameter gets. Raises
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.

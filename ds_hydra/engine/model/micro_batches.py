@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ds_hydra.engine.losses.loss import Loss
 from ds_hydra.engine.losses.objective import Objective
-from ds_hydra.engine.model.adapters import token_seeds
 from ds_hydra.engine.model.attention_contract import LongSegment
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch, Segment
+from ds_hydra.engine.model.noise import token_seeds
 from ds_hydra.engine.parallel.one_f_one_b import PipelineStage
 from ds_hydra.engine.parallel.token_cuts import KeysOfRow, TokenLayout
 from ds_hydra.engine.ranks.memory import to_device
@@ -160,7 +160,7 @@ def _pack(
     device: torch.device,
     layout: TokenLayout | None,
 ) -> PackedMicroBatch:
-    """The positions of the sequences of micro-batch `number`, or of one of its rows."""
+    """Pack the positions of the sequences of micro-batch `number`, or of one of its rows."""
     micro_batch = pipeline.micro_batches[number]
     number_of = {position: number for number, position in enumerate(micro_batch)}
     segments = [

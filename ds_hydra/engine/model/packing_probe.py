@@ -33,12 +33,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_hydra.engine.model import apart, decoder_parts, liger
+from ds_hydra.engine.model import apart, decoder_parts, liger, model_checks
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.attention import ATTENTION_NAME
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
 from ds_hydra.engine.model.language_model import language_model_of
-from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -68,7 +67,7 @@ _verdicts: dict[tuple[Any, ...], ModelAbilities | str] = {}
 
 
 def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
-    """The stage model of `model` with its small copy's abilities; `options` are StageModel's."""
+    """Build the stage model of `model` with its small copy's abilities; `options`: StageModel's."""
     liger.check_patches(unwrap_adapters(model))
     stage_model = StageModel(model, try_small_copy(model), **options)
     stage_model.check_loss()
@@ -85,8 +84,8 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU, or on the
     accelerator where the family's code runs there alone.
     """
-    model = language_model_of(unwrap_adapters(model))
-    decoder_parts.check_supported(model)
+    model = language_model_of(model)
+    model_checks.check_supported(model)
     kind, key = type(model), (model.config.to_json_string(), *_code_of(model))
     if key not in _verdicts:
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -102,7 +101,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
         of_states = {"boundaries_because": "", "apart_because": "", "apart": frozenset()}
         verdict = replace(verdict, one_by_one_because=problem, **of_states)
         _log(kind, verdict)
-    decoder_parts.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
+    model_checks.check_unchanged(model, has_own_masks=bool(verdict.one_by_one_because))
     return verdict
 
 
@@ -149,7 +148,7 @@ def _log(kind: type[nn.Module], abilities: ModelAbilities) -> None:
 
 def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     small = _first_that_runs(kind, config)
-    types = decoder_parts.other_layer_types(config)
+    types = model_checks.other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
     abilities = ModelAbilities(boundaries_because=states)
     if _SHOW_STATES.issuperset(types):
@@ -175,7 +174,8 @@ def _try(kind: type[nn.Module], config: Any) -> ModelAbilities:
     if not small.runs_beyond_positions():
         abilities = replace(abilities, positions_end=True)
     if any(number != 1 for number in small.calls.values()):
-        abilities = replace(abilities, no_gather_because=NOT_ONCE)
+        once = "it calls a layer more than once, or not at all"
+        abilities = replace(abilities, no_gather_because=once)
     if small.num_layers > 1 and (problem := small.compare(abilities, Scheme(1, small.num_layers))):
         abilities = replace(abilities, no_stages_because=problem)
     return abilities
@@ -356,7 +356,7 @@ class _SmallCopy:
         return [hidden[0] * torch.cat([sequence.weights for sequence in self._sequences])]
 
     def _gradients(self, weighted: Sequence[Tensor]) -> list[Tensor]:
-        """The weighted logits of all sequences, and the gradient of their sum by parameter."""
+        """Return weighted logits of all sequences, and the gradient of their sum by parameter."""
         values = torch.cat(list(weighted))
         params = list(self._model.parameters())
         grads = torch.autograd.grad(values.sum(), params, allow_unused=True, materialize_grads=True)
@@ -383,7 +383,7 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
     values.
     """
     model = kind(config).float()
-    for _, module, rate in decoder_parts.find_rates(model):  # what is trained may have lost them
+    for _, module, rate in model_checks.find_rates(model):  # what is trained may have lost them
         setattr(module, rate, 0.0)
     with torch.no_grad():
         for param in model.parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -11,9 +11,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_hydra.engine.model.adapters import is_lora
-from ds_hydra.engine.model.decoder_parts import module_styles, num_kv_heads, tp_plan
-from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import ModelAbilities, StageModel
+from ds_hydra.engine.model.tp_plan import module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -55,9 +54,10 @@ def check_scheme(of: StageModel, scheme: Scheme) -> None:
     degrees that work; UnsupportedModelError where no other degree would.
     """
     scheme.check_layers(of.num_layers)
+    uncut = (f"{reason}; use TP 1" for reason in _find_uncut(of)) if scheme.tp > 1 else ()
     for kind, found in (
         (UnsupportedModelError, _find_of_layers(scheme, of)),
-        (UnsupportedModelError, _find_of_tensor_parallel(scheme, of)),
+        (UnsupportedModelError, uncut),
         (HydraConfigError, _find_degrees(scheme, of)),
     ):
         for problem in found:
@@ -109,21 +109,13 @@ def _not_gathered_because(of: StageModel) -> str:
     abilities = of.abilities
     if abilities.one_by_one_because:
         return f"it runs sequences one after the other ({abilities.one_by_one_because})"
-    once = NOT_ONCE if of.no_pp_because == NOT_ONCE else ""
     more = "" if of.has_plain_embedding else "it has more than an embedding before its layers"
-    return abilities.no_gather_because or once or more
+    return abilities.no_gather_because or more
 
 
-def _find_of_tensor_parallel(scheme: Scheme, of: StageModel) -> Iterator[str]:
+def _find_uncut(of: StageModel) -> Iterator[str]:
     """Find reasons that the model's layers cannot be cut, whatever the degree."""
-    if scheme.tp == 1:
-        return
-    for reason in _find_uncut(of, tp_plan(of.model), of.model.base_model):
-        yield f"{reason}; use TP 1"
-
-
-def _find_uncut(of: StageModel, plan: Mapping[str, str], base: nn.Module) -> Iterator[str]:
-    name = type(of.model).__name__
+    name, plan, base = type(of.model).__name__, tp_plan(of.model), of.model.base_model
     if not of.after_head.splits_by_column:
         yield (
             f"what {name} makes of its head's output depends on more than each of its columns, which TP splits: on "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import find_saved_in_use
-from ds_hydra.engine.model.decoder_parts import find_loss_problem, is_number, is_rate
+from ds_hydra.engine.model.model_checks import find_loss_problem, find_rates
 from ds_hydra.errors import UnsupportedModelError
 
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -60,7 +60,7 @@ class _Module:
 
 
 def _state_of(param: nn.Parameter | None) -> tuple[Any, ...]:
-    """The parameter, its dtype, and copies of its hooks."""
+    """Return the parameter, its dtype, and copies of its hooks."""
     if param is None:
         return None, None, None, None
     hooks = [getattr(param, kind, None) for kind in _TENSOR_HOOKS]
@@ -82,15 +82,7 @@ class SinceStart:
             )
             for name, m in model.named_modules()
         ]
-        self._rates = [
-            (name, module, key)
-            for name, module in ((known.name, known.module) for known in self._modules)
-            for key, value in vars(module).items()
-            if "lora_dropout" not in name.split(".")
-            and is_rate(module, key)
-            and is_number(value)
-            and not value
-        ]
+        self._rates = [rate for rate in find_rates(model) if not vars(rate[1])[rate[2]]]
         self._outside = [m for m in model.modules() if m not in inside]
         self._dtypes: dict[tuple[str, str], torch.dtype] = {}
         """Dtypes of parameters once training has begun: a start may change them."""

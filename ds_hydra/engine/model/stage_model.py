@@ -23,14 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model import attention, decoder_parts
-from ds_hydra.engine.model.adapters import (
-    add_neftune,
-    check_head,
-    count_noise,
-    unwrap_adapters,
-    use_saved_modules,
-)
+from ds_hydra.engine.model import attention, decoder_parts, model_checks
+from ds_hydra.engine.model.adapters import check_head, use_saved_modules
 from ds_hydra.engine.model.apart import run_apart
 from ds_hydra.engine.model.attention_choice import (
     Choice,
@@ -39,24 +33,25 @@ from ds_hydra.engine.model.attention_choice import (
     select_kernels,
 )
 from ds_hydra.engine.model.current_micro_batch import checkpointed, current_micro_batch
-from ds_hydra.engine.model.decoder_parts import (
-    Unit,
-    build_specs,
-    expert_modules,
-    find_unplanned,
-    module_sides,
-    module_styles,
-)
+from ds_hydra.engine.model.decoder_parts import Unit
 from ds_hydra.engine.model.experts import ExpertBalance, ExpertParallel, hook_dispatch
 from ds_hydra.engine.model.float8 import Float8Layers, use_plain_head
 from ds_hydra.engine.model.in_place import InPlace
 from ds_hydra.engine.model.language_model import language_model_of
+from ds_hydra.engine.model.noise import add_neftune, count_noise
 from ds_hydra.engine.model.since_start import SinceStart, find_hooks
 from ds_hydra.engine.model.stage_forward import (
     AfterHead,
     StageForward,
     bind_constant,
     compile_each,
+)
+from ds_hydra.engine.model.tp_plan import (
+    build_specs,
+    expert_modules,
+    find_unplanned,
+    module_sides,
+    module_styles,
 )
 from ds_hydra.engine.parallel.tensor_parallel import (
     GATHERED,
@@ -136,10 +131,10 @@ class StageModel:
         float8_exclude: Sequence[str] = (),
         offloads_optimizer: bool = False,
     ):
-        model = language_model_of(unwrap_adapters(model))
-        decoder_parts.check_supported(model)
+        model = language_model_of(model)
+        model_checks.check_supported(model)
         self.model = model
-        """The language model, without what PEFT wraps it in."""
+        """Language model, without a wrapper of PEFT."""
         self.abilities = abilities or ModelAbilities()
         self.offloads_optimizer = offloads_optimizer
         """Whether masters and moments of its parameters are in the host's memory."""
@@ -179,7 +174,7 @@ class StageModel:
                 exclude=float8_exclude,
                 is_compiled=compile_layers,
             )
-            decoder_parts.check_weights(named)
+            model_checks.check_weights(named)
             self._hook_degrees(neftune_noise_alpha)
             self._hook_blocks(blocks, head)
             self._try_stages()
@@ -308,7 +303,7 @@ class StageModel:
 
     @property
     def config(self) -> Any:
-        """The base model's configuration."""
+        """Configuration of the base model."""
         return self._base.config
 
     @property
@@ -359,7 +354,7 @@ class StageModel:
         return tuple(buckets)
 
     def gather_window(self) -> Window:
-        """The buckets that all ranks gather for every pass: those that share no parameter."""
+        """Find the buckets that all ranks gather for every pass: those that share no parameter."""
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
         alone = [
             r for r, u in enumerate(self.units) if all(owners[b.param] == 1 for b in u.bindings)
@@ -372,8 +367,8 @@ class StageModel:
         )
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
-        """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have
-        none.
+        """Find the buckets of all ranks under `strategy`; equal ones are one object. Idle ranks
+        have none.
         """
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
@@ -487,7 +482,7 @@ class StageModel:
         if self.after_head.loss_problem:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} (model type {self.model.config.model_type!r}): "
-                f"{self.after_head.loss_problem}{decoder_parts.INSTEAD_OF_ITS_LOSS}"
+                f"{self.after_head.loss_problem}{model_checks.INSTEAD_OF_ITS_LOSS}"
             )
 
     def to_device(self, device: torch.device) -> None:

@@ -21,10 +21,10 @@ from torch import nn
 from ds_hydra.configs.files import LARGEST
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.losses.loss import chunk_elements
-from ds_hydra.engine.model.decoder_parts import num_kv_heads
 from ds_hydra.engine.model.experts import is_experts
 from ds_hydra.engine.model.scheme_support import can_run
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
