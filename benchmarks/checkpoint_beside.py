@@ -58,7 +58,7 @@ def measure(folder: str, gb: float, num_saves: int) -> dict[str, Any]:
     model = model_of(gb * 1e9 * ranks / 12)
     engine = start_hydra(model, hydra={"checkpoint": {"asynchronous": True}})
     batch = [{"input_ids": torch.arange(NUM_TOKENS) + rank} for rank in range(ranks)]
-    config, device = engine.hydra.config, engine.device
+    config, device = engine._hydra_config, engine.device
     found: dict[str, Any] = {"waiting": [], "beside": [], "iteration": [], "iteration beside": []}
 
     def seconds_of(action: Any) -> float:
@@ -80,7 +80,7 @@ def measure(folder: str, gb: float, num_saves: int) -> dict[str, Any]:
     for number in range(num_saves):
         for kind in ("waiting", "beside"):
             checkpoint = CheckpointConfig(asynchronous=kind == "beside")
-            engine.hydra.config = config.model_copy(update={"checkpoint": checkpoint})
+            engine._hydra_config = config.model_copy(update={"checkpoint": checkpoint})
             for _ in range(3):
                 train("iteration")
             save = seconds_of(

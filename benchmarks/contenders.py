@@ -74,7 +74,7 @@ def run_explored(task: Task, turns: Turns) -> None:
 
 def measure_profile(task: Task, turns: Turns) -> None:
     """Write the profile that ds_hydra measures on these ranks to `task.profile`."""
-    document = start_engine(task).hydra.source.candidates.ensure_profile().document
+    document = start_engine(task).source.candidates.ensure_profile().document
     if dist.get_rank() == 0:
         assert task.profile is not None
         Path(task.profile).write_text(json.dumps(document, indent=1) + "\n")

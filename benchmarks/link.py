@@ -116,7 +116,7 @@ class Case:
     """
 
     def __init__(self, engine: ds_hydra.HydraEngine, ranks_per_node: int | None):
-        self.stage_model = engine.hydra.stage_model
+        self.stage_model = engine.propagator.stage_model
         self.units = [
             [self.stage_model.params[b.param] for b in unit.bindings]
             for unit in self.stage_model.units
@@ -363,7 +363,7 @@ def main() -> None:
         engine = start(size, args.dtype)
         strategies = [
             s
-            for s in engine.hydra.source.candidates.strategies
+            for s in engine.source.candidates.strategies
             if not args.strategies or str(s) in args.strategies
         ]
         case = Case(engine, args.ranks_per_node or None)

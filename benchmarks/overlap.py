@@ -104,7 +104,7 @@ def draw_batch(vocab_size: int, budget: int, seed: int) -> list[dict[str, torch.
 
 
 def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) -> Iterator[dict]:
-    links = engine.hydra.propagator.links
+    links = engine.propagator.links
     for strategy in STRATEGIES[dist.get_world_size()]:
         seen: dict[bool, list[list[float]]] = {False: [], True: []}
         for round_ in range(rounds + 1):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import ds_hydra
 from ds_hydra.engine import HydraEngine
+from ds_hydra.engine.iteration import gather_outcomes
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
@@ -130,7 +131,7 @@ def raised_by(action: Callable[[], object]) -> tuple[type[Exception] | None, str
 @contextlib.contextmanager
 def gradient_on_rank_1(engine: HydraEngine, value: float) -> Iterator[None]:
     """Within, an element of rank 1's gradient shards has `value` after all passes."""
-    train = engine.hydra.propagator.train
+    train = engine.propagator.train
 
     def poisoned(plan, load, grads_P, *rest):
         outcome = train(plan, load, grads_P, *rest)
@@ -138,7 +139,7 @@ def gradient_on_rank_1(engine: HydraEngine, value: float) -> Iterator[None]:
             grads_P[2][0] = value
         return outcome
 
-    with mock.patch.object(engine.hydra.propagator, "train", poisoned):
+    with mock.patch.object(engine.propagator, "train", poisoned):
         yield
 
 
@@ -152,9 +153,9 @@ def write_json(path: str | Path, document: Any) -> str:
 
 def train_plan(engine, plan, load, objective=None):
     """What this rank measured in the passes of `plan`, and its shards of the gradients; no step."""
-    engine.hydra.propagator.prepare([plan.strategy])
+    engine.propagator.prepare([plan.strategy])
     grads_P = engine._zero_gradient_shards()
-    outcome = engine.hydra.propagator.train(plan, load, grads_P, 1.0, objective)
+    outcome = engine.propagator.train(plan, load, grads_P, 1.0, objective)
     return outcome, [g.clone() for g in grads_P]
 
 
@@ -165,14 +166,14 @@ def gather_gradients(engine, grads_P):
         rows.flatten()[: spec.numel].view(spec.shape)
         if spec.requires_grad
         else torch.zeros(spec.shape)
-        for spec, rows in zip(engine.hydra.stage_model.specs, gathered, strict=True)
+        for spec, rows in zip(engine.propagator.stage_model.specs, gathered, strict=True)
     ]
 
 
 def loss_and_gradients(engine, plan, load, objective=None):
     """Loss and full gradients of the passes of `plan`."""
     outcome, grads_P = train_plan(engine, plan, load, objective)
-    loss = engine.hydra.gather_outcomes(outcome).loss()
+    loss = gather_outcomes(engine.propagator, outcome).loss()
     return loss, gather_gradients(engine, grads_P)
 
 

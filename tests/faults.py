@@ -173,19 +173,19 @@ def kill_in(
     """
     import torch
 
-    propagator = engine.hydra.propagator
+    propagator = engine.propagator
     owner, name = {
         "pull": (propagator.links.pull_link, "begin_pull"),
-        "forward": (engine.hydra.stage_model, "forward_stage"),
+        "forward": (engine.propagator.stage_model, "forward_stage"),
         "backward": (torch.autograd, "backward"),
         "push": (propagator.links.push_link, "begin_push"),
         "step": (engine.optimizer, "step"),
-        "plan": (engine.hydra.source, "next"),
+        "plan": (engine.source, "next"),
         "evaluate": (propagator, "evaluate"),
         "save": (engine.checkpoint_engine, "_save"),
         "load": (engine, "_read_checkpoint"),
         "save 16 bit": (engine, "_zero3_consolidated_16bit_state_dict"),
-        "destroy": (engine.hydra, "close"),
+        "destroy": (engine.reporter, "close"),
     }[where]
     plain, times = getattr(owner, name), itertools.count()
 

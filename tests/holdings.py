@@ -44,7 +44,7 @@ class Holdings(NamedTuple):
         gc.collect()
         return cls(
             open_files=psutil.Process(os.getpid()).num_fds(),
-            process_groups=len(engine.hydra.propagator.groups),
+            process_groups=len(engine.propagator.groups),
             threads=threading.active_count(),
             tensors=tensors,
         )

@@ -54,16 +54,16 @@ def start(folder, model, *, hydra=None, num_workers=0, **sections):
 def train(engine, num_iterations):
     """Losses, and the dataset rows that were trained on."""
     losses, consumed = [], []
-    original = engine.hydra.propagator.train
+    original = engine.propagator.train
 
     def watching(plan, *arguments):
         consumed.append(list(plan.sample_indices))
         return original(plan, *arguments)
 
-    engine.hydra.propagator.train = watching
+    engine.propagator.train = watching
     for _ in range(num_iterations):
         losses.append(float(engine.train_batch()))
-    engine.hydra.propagator.train = original
+    engine.propagator.train = original
     return losses, consumed
 
 
@@ -125,7 +125,7 @@ def resume_with_other_strategies(folder):
         if loads:
             engine.load_checkpoint(f"{folder}/saved")
         engine.train_batch()
-        found = sorted(map(str, engine.hydra.source.candidates.strategies))
+        found = sorted(map(str, engine.source.candidates.strategies))
         if saves:
             engine.save_checkpoint(f"{folder}/saved")
         engine.destroy()
@@ -174,7 +174,7 @@ def gathered(engine):
         weights = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     counts = (engine.global_steps, engine.global_samples, engine.skipped_steps)
     steps = sorted({float(s["step"]) for s in engine.optimizer.optimizer.state.values()})
-    return states, weights, str((counts, steps, engine.hydra.source.sampler.state))
+    return states, weights, str((counts, steps, engine.source.sampler.state))
 
 
 def save_all(folder):
@@ -410,7 +410,7 @@ def given_by_the_loader(folder):
             engine.train_batch(examples)
             trained += first_tokens([examples], 1)
     engine.save_checkpoint(f"{folder}/given")
-    wanted = first_tokens(engine.hydra.source.iterate_examples(), 2)
+    wanted = first_tokens(engine.source.iterate_examples(), 2)
     engine.destroy()
     engine = start(folder, tiny("llama"))
     whole = first_tokens(engine.training_dataloader, 8)

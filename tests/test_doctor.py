@@ -17,6 +17,7 @@ from distributed import run_distributed
 from ds_hydra.doctor import examination, findings
 from ds_hydra.doctor.examination import Examination, describe
 from ds_hydra.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
+from ds_hydra.engine.parallel import groups as groups_of_engine
 from ds_hydra.engine.parallel import tensor_parallel
 from ds_hydra.engine.profiling import profile_run
 from ds_hydra.errors import HydraConfigError
@@ -191,6 +192,31 @@ def test_slow_links_are_told(rate, status):
     assert finding.status is status
     assert "rank 2 to 3" in finding.text
     assert bool(finding.advice) == (status is Status.WARNING)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status"), [({4: 2, 8: 1.0, 16: 0.5, 24: 0.6}, "warning"), ({}, "ok")]
+)
+def test_blocks_by_which_all_to_alls_are_faster_are_told(monkeypatch, seconds, status):
+    """As pulls have them, on communicators of 4 to 24 thread blocks."""
+    made = []
+    times = iter([1e-3 * seconds.get(blocks, 1.0) for blocks in (4, 8, 16, 24)])
+    groups = types.SimpleNamespace(create=made.extend, get=lambda *_: None)
+    monkeypatch.setattr(findings.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(findings, "_median_s", lambda *_: next(times))
+    monkeypatch.setattr(findings.torch, "ones", lambda n, device: torch.zeros(n))
+    hardware = Hardware.load("h100")
+    hosts = types.SimpleNamespace(names=("a",), of_rank=(0, 0, 0, 0))
+    found = findings.check_all_to_all(torch.device("cuda"), hosts, hardware, groups)
+    assert [most for purpose, _ in made for most in (groups_of_engine._MOST_CTAS[purpose],)] == [
+        4,
+        8,
+        16,
+        24,
+    ]
+    assert found.status.value == status or not seconds
+    assert ("NCCL_MAX_CTAS=16" in found.advice) == bool(seconds)
+    assert "by 16" in found.text
 
 
 def test_communicators_are_counted_beside_the_objects_of_a_node(monkeypatch):

@@ -313,7 +313,7 @@ def make_mistakes(folder):
         example["attention_mask"] = [0] + [1] * (len(example["input_ids"]) - 3) + [0, 0]
     both = [float(engine.eval_batch(batch, strategy="2x<1,1>")) for batch in (padded, good)]
     assert both[0] == both[1], "padding is taken away"
-    frozen = engine.hydra.stage_model.params[0].requires_grad_(False)
+    frozen = engine.propagator.stage_model.params[0].requires_grad_(False)
     check(train_on(good), CONFIG, "requires_grad", "before ds_hydra.initialize")
     frozen.requires_grad_(rank != 1)
     check(train_on(good), CONFIG, "requires_grad is False and was True")

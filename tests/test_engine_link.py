@@ -63,7 +63,7 @@ class NewMemory(TorchDispatchMode):
 def memory_of_exchanges():
     """An exchange holds what the plan states, and soon allocates nothing."""
     engine = start_hydra(tiny("llama"), bf16={"enabled": True})
-    propagator = engine.hydra.propagator
+    propagator = engine.propagator
     links, buffers = propagator.links, propagator.links.buffers
     links.pool = SlicePool(torch.device("cpu"), exact=True)
     grads_P, examples = engine._zero_gradient_shards(), random_examples((9, 5), VOCAB_SIZE)
@@ -103,7 +103,7 @@ def memory_over_iterations():
     """Iterations reuse the memory of those before, with the pool that the CPU gets."""
     engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
-    held, links = [], engine.hydra.propagator.links
+    held, links = [], engine.propagator.links
     for _ in range(4):
         for text in ("4x<1,1>", "1x<2,2>", "1x<2,1>"):
             engine.train_batch(examples, strategy=text)
@@ -123,8 +123,8 @@ def failures():
     """
     engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
-    links = engine.hydra.propagator.links
-    engine.hydra.propagator.prepare([Strategy.parse("4x<1,1>")])
+    links = engine.propagator.links
+    engine.propagator.prepare([Strategy.parse("4x<1,1>")])
     for link, name in ((links.pull_link, "begin_pull"), (links.push_link, "begin_push")):
         begin = getattr(link, name)
 

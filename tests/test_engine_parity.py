@@ -101,7 +101,7 @@ def worst_errors(engine, plan, examples, wanted_loss, gradients):
     """Of the passes of `plan`, against the gradients of one process by name: the largest error of a
     gradient, its name, and the error of the loss.
     """
-    stage_model = engine.hydra.stage_model
+    stage_model = engine.propagator.stage_model
     name_of = {id(p): name for name, p in engine.module.named_parameters()}
     names = [name_of[id(p)] for p in stage_model.params]
     loss, got = loss_and_gradients(engine, plan, load_of(examples))

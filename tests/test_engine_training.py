@@ -495,7 +495,7 @@ def what_is_held():
     engine = start_hydra(tiny("llama"))
     examples = batches(1)[0]
     alive, survivors = [], []
-    bind = engine.hydra.stage_model.bind
+    bind = engine.propagator.stage_model.bind
 
     def watching_bind(scheme, stage, leaves, *callbacks):
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
@@ -505,7 +505,7 @@ def what_is_held():
         raise RuntimeError("broken on purpose")
 
     gc.disable()  # slices must not wait for it
-    engine.hydra.stage_model.bind = watching_bind
+    engine.propagator.stage_model.bind = watching_bind
     engine.train_batch(examples, strategy="1x<4,1>")
     trained = list(alive)
     assert all(ref() is not None for ref in trained), "they wait for an iteration of the same kind"
@@ -516,7 +516,7 @@ def what_is_held():
         engine.train_batch(examples, strategy="1x<4,1>")
     gc.collect()
     survivors.append(sum(ref() is not None for ref in alive))
-    engine.hydra.stage_model.bind = bind
+    engine.propagator.stage_model.bind = bind
 
     for strategy in (*STRATEGIES_OF_4, "4x<1,1>"):
         engine.train_batch(examples, strategy=strategy)
@@ -644,13 +644,13 @@ def train_without_a_scheme(folder):
             engine = start_hydra(tiny("llama"), hydra=hydra, training_data=data)
             engine.train_batch(None if data is not None else batches(1)[0])
         metrics = engine.last_metrics
-        found = {str(strategy) for strategy in engine.hydra.source.candidates.strategies}
+        found = {str(strategy) for strategy in engine.source.candidates.strategies}
         assert found >= {"1x<2,1>", "2x<1,1>", metrics.strategy}
         assert not any("<1,2>" in text for text in found)
         waits = min(metrics.waited_ms, metrics.planning_ms)
         assert waits > 0, "a given global batch waits, too"
         engine.train_batch(batches(1)[0], strategy="1x<1,2>")
-        assert engine.hydra._traces._slowest == 0.0, "nobody knows how long <1,2> should take"
+        assert engine.reporter._traces._slowest == 0.0, "nobody knows how long <1,2> should take"
         engine.destroy()
 
 

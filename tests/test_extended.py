@@ -270,7 +270,7 @@ def run_engines(folder):
         for _ in range(2):
             losses.append(float(engine.train_batch()))
             used |= {str(s) for s in Strategy.parse(engine.last_metrics.strategy).schemes}
-        found = [str(s) for s in engine.hydra.source.candidates.strategies]
+        found = [str(s) for s in engine.source.candidates.strategies]
         engine.destroy()
         return losses, found, used, list(warnings)
 

@@ -132,17 +132,17 @@ def one_rank_fails(folder, how):
         elif how == "aborted":
             os.abort()
         elif how == "torn down":
-            engine.hydra.propagator.train = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            engine.propagator.train = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         else:
 
             def fail(*_, **__):
                 raise MemoryError("no room left, on purpose")
 
-            engine.hydra.stage_model.forward_stage = fail
+            engine.propagator.stage_model.forward_stage = fail
     elif how == "torn down":
         # As NCCL: a collective that misses a rank does not end, and a monitor aborts the process
         logging.getLogger("ds_hydra").addHandler(logging.StreamHandler())  # as outside of pytest
-        engine.hydra.propagator.train = lambda *_: (
+        engine.propagator.train = lambda *_: (
             threading.Timer(5, os.abort).start() or time.sleep(3600)
         )
     try:
@@ -161,8 +161,8 @@ def lost_in_the_middle(folder, where, number, passes):
     engine.train_batch(data_of(0), strategy="2x<1,1;gather>")
     if dist.get_rank() == 1:
         kill_in(engine, where, folder, number, passes)
-    plan, plain = hand_plan("2x<1,1;gather>", data_of(1)), engine.hydra.propagator.train
-    engine.hydra.propagator.train = lambda _, load, *rest: plain(plan, load, *rest)
+    plan, plain = hand_plan("2x<1,1;gather>", data_of(1)), engine.propagator.train
+    engine.propagator.train = lambda _, load, *rest: plain(plan, load, *rest)
     engine.train_batch(data_of(1), strategy=plan.strategy)
 
 
@@ -323,7 +323,7 @@ def faults_that_ranks_survive(folder):
     assert not engine.optimizer.overflow
 
     # The user's data raise on the ranks that read them.
-    data, sampler = engine.hydra.source.data, engine.hydra.source.sampler
+    data, sampler = engine.source.data, engine.source.sampler
     broken = sampler.draw(sampler.state)[0].sample_indices[1]
     read = type(data).__getitem__
 
@@ -355,8 +355,8 @@ def faults_that_ranks_survive(folder):
 
     # The disk with the metrics is full: training goes on.
     if rank == 0:
-        engine.hydra.log._file.close()
-        engine.hydra.log._file = open("/dev/full", "w")  # noqa: SIM115
+        engine.reporter.log._file.close()
+        engine.reporter.log._file = open("/dev/full", "w")  # noqa: SIM115
     engine.train_batch()
     assert engine.global_steps == 4
 

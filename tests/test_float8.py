@@ -113,7 +113,7 @@ def gradients_of_strategies(model, strategies, hydra):
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     engine = start_hydra(model, hydra=hydra)
     gradients = {text: gradients_under(engine, text, examples) for text in strategies}
-    return gradients, engine.hydra.describe()
+    return gradients, engine.reporter.describe()
 
 
 def total_error(got, wanted):

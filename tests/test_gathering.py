@@ -42,10 +42,10 @@ def repeats(text):
     for is_late in (False, True):
         engine = start_hydra(tiny("llama_tied"))
         if is_late:
-            delay_rounds(engine.hydra.propagator.links)
+            delay_rounds(engine.propagator.links)
         data = [random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed) for seed in range(3)]
         losses = [float(engine.train_batch(examples, strategy=text)) for examples in data]
-        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
+        found.append((losses, [p.ds_tensor.clone() for p in engine.propagator.stage_model.params]))
         if "gather" not in text:  # computation waits for all of both
             metrics = engine.last_metrics
             assert 0 < metrics.pull_ms <= metrics.visible_pull_ms
@@ -75,7 +75,7 @@ def frozen_layers(texts):
 def memory(texts):
     """What was stated is what was held, and a rank holds two layers of those that are gathered."""
     engine = start_hydra(tiny("llama", num_hidden_layers=8))
-    links = engine.hydra.propagator.links
+    links = engine.propagator.links
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     found = {}
     for text in texts:
@@ -111,7 +111,7 @@ def phases_by_the_planner(folder):
     times = [pipeline.measured_ms for pipeline in metrics.pipelines]
     slowest = [times[0], *(max(times[n : n + 4]) for n in range(1, len(times), 4))]
     assert metrics.measured_ms == pytest.approx(sum(slowest))
-    assert len(engine.hydra.propagator.links._links) == 2  # of all that gather, and of <4,1>
+    assert len(engine.propagator.links._links) == 2  # of all that gather, and of <4,1>
     assert "2 phases" in refused(lambda: engine.train_batch(examples, "1x<4,1> then 4x<1,1>"))
 
 

@@ -147,7 +147,7 @@ def calls_of_iterations():
         text: count_calls(lambda text=text: engine.train_batch(examples, strategy=text))
         for text in MOST_CALLS
     }
-    gathered = engine.hydra.stage_model.params[0]
+    gathered = engine.propagator.stage_model.params[0]
     gathered.all_gather([gathered])
     before = gathered.ds_status.name
     engine.train_batch(examples, strategy="2x<1,1>")

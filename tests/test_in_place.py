@@ -83,16 +83,18 @@ def failing():
     held = {name: module._parameters for name, module in model.named_modules()}
     hooks = {name: [*module._forward_hooks] for name, module in model.named_modules()}
     examples = random_examples([5, 9], VOCAB_SIZE)
-    forward = engine.hydra.stage_model.forward_stage
+    forward = engine.propagator.stage_model.forward_stage
     with (
-        mock.patch.object(engine.hydra.stage_model, "forward_stage", side_effect=ValueError("no")),
+        mock.patch.object(
+            engine.propagator.stage_model, "forward_stage", side_effect=ValueError("no")
+        ),
         pytest.raises(ValueError, match="no"),
     ):
         engine.train_batch(examples, strategy="1x<1,1>")
     assert all(module._parameters is held[name] for name, module in model.named_modules())
     assert hooks == {name: [*module._forward_hooks] for name, module in model.named_modules()}
     assert all(hasattr(param, "ds_tensor") for param in model.parameters())
-    assert engine.hydra.stage_model.forward_stage == forward
+    assert engine.propagator.stage_model.forward_stage == forward
     assert 0 < float(engine.train_batch(examples, strategy="1x<1,1>")) < 20
     engine.destroy()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -152,7 +152,7 @@ def train_on_proposals(folder):
     package.addHandler(handler)
     package.setLevel(logging.INFO)
     engine = start(100)
-    found = [str(s) for s in engine.hydra.source.candidates.strategies]
+    found = [str(s) for s in engine.source.candidates.strategies]
     described = "\n".join(told)
     losses = [float(engine.train_batch()) for _ in range(4)]
     engine.destroy()

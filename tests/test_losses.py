@@ -166,8 +166,8 @@ def checks():
         wanted.backward()
         gradients = [p.grad for p in reference.parameters()]
         for strategy in strategies:
-            iteration = engine.hydra.source.plan(examples, strategy, 0, loss=CASES[name])
-            iteration = linearised(iteration, engine.hydra.propagator)
+            iteration = engine.source.plan(examples, strategy, 0, loss=CASES[name])
+            iteration = linearised(iteration, engine.propagator)
             found, got = loss_and_gradients(
                 engine, iteration.plan, iteration.load, iteration.objective
             )
@@ -234,6 +234,13 @@ def at_example_5(otherwise):
         return tokens.log_probs_T.sum()
 
     return Wrong(make)
+
+
+class OfRank(losses.SequenceLoss):
+    """A loss that reads the rank, in what nobody compares."""
+
+    def of_sequences(self, sums_N, counts_N, fields):
+        return sums_N.sum() * (1 + dist.get_rank())
 
 
 class Scaled(losses.Loss):
@@ -335,11 +342,12 @@ def refused_cases(examples, rank):
         ),
         "rounded": (*alike(Scaled(1.0, 0, divided_by=2.0 + rank * 2**-51)), ""),
         "of its own": (*alike(Scaled(1.0, own=rank)), ""),
+        "of sequences": (*alike(OfRank()), "loss OfRank of the global batch is "),
     }  # fmt: skip
 
 
 OF_ALL_RANKS = ("advantages", "old_log_probs", "beta", "class", "without", "array", "class attribute",
-                "normaliser")  # fmt: skip
+                "normaliser", "of sequences")  # fmt: skip
 """Cases in which ranks differ."""
 
 
@@ -378,7 +386,7 @@ def longer_than_training_holds(profile):
     assert float(engine.eval_batch(examples)) == pytest.approx(
         -float(torch.cat(counted).mean()), rel=1e-5
     )
-    plan = engine.hydra.source.plan(examples, None, 0, forward_only=True).plan
+    plan = engine.source.plan(examples, None, 0, forward_only=True).plan
     longest = max(sum(plan.lengths[p] for p in m) for x in plan.pipelines for m in x.micro_batches)
     assert str(plan.strategy) == "1x<2,1>"  # <1,1> holds 75
     assert 120 <= longest <= 149

@@ -171,7 +171,7 @@ def count_bytes(engine, strategies, times=2):
     """For each strategy and kind of routes: planned and counted bytes of this host, per
     exchange.
     """
-    own = engine.hydra.propagator
+    own = engine.propagator
     direct = Propagator(
         own.stage_model,
         device=engine.device,
@@ -222,7 +222,7 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
         big_model(),
         hydra={"faults": {"silence_s": 15, "grace_s": 2}, "link": {"devices_per_node": given}},
     )
-    propagator = engine.hydra.propagator
+    propagator = engine.propagator
     outcome = {
         "losses": train(engine, STRATEGIES),
         "hosts": propagator.hosts.names,
@@ -235,14 +235,14 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
     Path(f"{folder}/outcome_{dist.get_rank()}").write_text(json.dumps(outcome))
     dist.barrier()
     if dist.get_rank() == 3:
-        forward = engine.hydra.stage_model.forward_stage
+        forward = engine.propagator.stage_model.forward_stage
 
         def forward_after_the_cut(*args, **kwargs):
             Path(f"{folder}/cut_now").touch()
             wait_until(Path(f"{folder}/is_cut").exists)
             return forward(*args, **kwargs)
 
-        engine.hydra.stage_model.forward_stage = forward_after_the_cut
+        engine.propagator.stage_model.forward_stage = forward_after_the_cut
     engine.train_batch(data_of(9), strategy=cut)
     return None
 
@@ -326,7 +326,7 @@ def save_where_no_other_host_reads(engine, strategies):
 
 def train_count_and_die(folder, victim):
     engine = start_hydra(big_model(), checkpoint={"use_node_local_storage": True})
-    propagator = engine.hydra.propagator
+    propagator = engine.propagator
     strategies = ("1x<2,2> + 1x<1,1>", "2x<2,1> + 1x<1,1>", "1x<1,3> + 1x<2,1>")
     outcome = {
         "losses": train(engine, strategies),

@@ -330,17 +330,17 @@ def start(folder, stream, **hydra):
 def train(engine, num_iterations):
     """Losses, and the rows that were trained."""
     losses, seen = [], []
-    share = engine.hydra.source._share
+    share = engine.source._share
 
     def watching(plan):
         received = share(plan)
         seen.append([row_of(received[position][0]) for position in range(len(plan.lengths))])
         return received
 
-    engine.hydra.source._share = watching
+    engine.source._share = watching
     for _ in range(num_iterations):
         losses.append(float(engine.train_batch()))
-    engine.hydra.source._share = share
+    engine.source._share = share
     return losses, seen
 
 

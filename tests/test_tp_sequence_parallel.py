@@ -29,7 +29,7 @@ from ds_hydra.zero_link.layout import Slicing
 def memory():
     """(bytes kept for each token, peak bytes of a micro-batch) by strategy."""
     engine = start_hydra(tiny("llama", hidden_size=64, intermediate_size=176))
-    propagator = engine.hydra.propagator
+    propagator = engine.propagator
     found = {}
     for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>", "1x<sp4,1>", "4x<1,1;ckpt=4>", "1x<4,1;ckpt=4>"):
         strategy = Strategy.parse(text)

@@ -436,7 +436,7 @@ def check_resumed(folder):
     assert history[-1]["epoch"] == 3.0
     assert numbers(history[:-1], "epoch")[epochs[0] - 1] == 1.0
     assert len(numbers(history, "loss")) == sum(epochs)
-    drawn = whole.engine.hydra.source.sampler.state
+    drawn = whole.engine.source.sampler.state
     assert drawn.epoch >= 3, "three epochs were not drawn"
     assert drawn.position < 10, "more than a global batch of a fourth epoch"
     for step in (2, epochs[0]):
@@ -536,7 +536,7 @@ def check_resumed_otherwise(folder):
         )
     longer = start(hydra=doubled, max_steps=5)
     longer.train(resume_from_checkpoint=checkpoint)
-    drawn = longer.engine.hydra.source.sampler.state
+    drawn = longer.engine.source.sampler.state
     assert drawn.epoch == 1, "all rows"
     assert drawn.position <= 2 * PER_BATCH, "some of the next epoch"
 
@@ -678,8 +678,16 @@ def check_folders_are_tried(folder):
         assert os.listdir(f"{folder}/{name}") == [], name
     model = small_model()
     model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
-    said = error_of(start("generation", model=model).train)
-    assert "model.generation_config cannot be saved, as it is with every checkpoint" in said
+    for name, settings in (
+        ("model.generation_config", {"model": model}),
+        ("processing_class", {"processing_class": object()}),
+    ):
+        said = error_of(start(name, **settings).train)
+        assert f"{name} cannot be saved, as it is with every checkpoint" in said
+    said = []
+    with mock.patch.object(HydraTrainer, "_warn", lambda self, text: said.append(text)):
+        start("nothing", processing_class=object(), save_strategy="no").train()
+    assert sum("processing_class cannot be saved" in text for text in said) == (rank == 0)
     own = Path(folder, f"host{rank}")  # no folder that ranks share
     check = functools.partial(files.try_folder, own, "output_dir", torch.device("cpu"))
     assert "use_node_local_storage" in error_of(check, commits=rank == 0)
@@ -794,6 +802,36 @@ def check_evaluated_alone(folder):
     assert found["eval_b_perplexity"] == pytest.approx(math.exp(alone), rel=1e-5)
 
 
+def check_losses_beside_logits(folder):
+    """Losses beside logits, of batches of some sizes, are those of packed evaluation."""
+    prepare(folder)
+    some = [
+        {"input_ids": list(range(1, 31)), "labels": list(range(1, 31))},
+        {"input_ids": [5, 6, 7], "labels": [-100] * 3},
+        {"input_ids": [9], "labels": [9]},
+        *({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in ([3, 4], list(range(40, 60)))),
+    ]
+    data = datasets.Dataset.from_list(some)
+    trainer = make(folder, "logits", data=data, eval_dataset=data, label_smoothing_factor=0.1)
+    losses = []
+    for epsilon in (0.1, 0.3):
+        trainer.label_smoother.epsilon, trainer.compute_metrics = epsilon, None
+        packed = trainer.evaluate()
+        losses.append(packed["eval_loss"])
+        trainer.compute_metrics = lambda prediction: {"rows": len(prediction.predictions)}
+        for size in (1, 3):
+            trainer.args.per_device_eval_batch_size = size
+            for found, prefix in (
+                (trainer.evaluate(), "eval"),
+                (trainer.predict(data).metrics, "test"),
+            ):
+                assert found[f"{prefix}_rows"] == len(data)
+                for name in ("loss", "perplexity"):
+                    wanted = pytest.approx(packed[f"eval_{name}"], rel=1e-5)
+                    assert found[f"{prefix}_{name}"] == wanted
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
 def check_samplers_and_failures(folder):
     """Rows of a sampler that shuffles are shown as they are drawn; starts fail before a step."""
     data = prepare(folder)
@@ -813,7 +851,7 @@ def check_samplers_and_failures(folder):
     trainer = start("shuffled", Shuffled, train_sampling_strategy="random", **floor)
     shown = [batch["attention_mask"].sum(1).tolist() for batch in trainer.get_train_dataloader()]
     trainer.train()
-    sampler, state = trainer.engine.hydra.source.sampler, SamplerState()
+    sampler, state = trainer.engine.source.sampler, SamplerState()
     for lengths in shown:
         batch, state = sampler.draw(state)
         assert list(batch.lengths) == lengths
@@ -954,14 +992,14 @@ def check_around_training(folder):
     )
     again = continued(ignore_data_skip=True, lr_scheduler_type="constant")
     again.train(checkpoint)
-    state = again.engine.hydra.source.sampler.state
+    state = again.engine.source.sampler.state
     assert state == SamplerState(iteration=4, epoch=0, position=2 * PER_BATCH)
     assert {float(s["step"]) for s in again.deepspeed.basic_optimizer.state.values()} == {4.0}
     loss = float(first.engine.eval_batch(other.select(range(PER_BATCH)).to_list()))
     assert numbers(again.state.log_history, "loss")[2] == pytest.approx(loss, rel=1e-5)
     with mock.patch("ds_hydra.engine.planning.logger.warning") as warning:
-        again.engine.hydra.source.load_state_dict({}, 7)
-    assert again.engine.hydra.source.sampler.state == SamplerState(iteration=7)
+        again.engine.source.load_state_dict({}, 7)
+    assert again.engine.source.sampler.state == SamplerState(iteration=7)
     assert "the checkpoint has no position in the data" in str(warning.call_args)
 
 
@@ -1005,6 +1043,7 @@ NEEDS_PEFT = pytest.mark.skipif(
         (check_folders_are_tried, 2),
         pytest.param(check_stopped, 2, marks=pytest.mark.slow),
         pytest.param(check_evaluated_alone, 2, marks=pytest.mark.slow),
+        (check_losses_beside_logits, 2),
         pytest.param(check_samplers_and_failures, 2, marks=pytest.mark.slow),
         pytest.param(check_adapters, 2, marks=[pytest.mark.slow, NEEDS_PEFT]),
         pytest.param(check_around_training, 1, marks=pytest.mark.slow),

@@ -31,6 +31,7 @@ import ds_hydra
 from ds_hydra.configs import HydraConfig
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.engine import hydra_engine_class
+from ds_hydra.engine.checkpointing.files import MANIFEST_NAME
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.progress import say_once
@@ -741,3 +742,22 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_from_and_says_what_to_do(t
     )
     with pytest.raises(HydraConfigError, match="save_only_model=True saves weights alone"):
         EngineMixin._load_engine(trainer, str(tmp_path))
+
+
+def test_a_checkpoint_that_is_mixed_of_two_is_announced(tmp_path):
+    warnings = []
+    trainer = SimpleNamespace(
+        engine=SimpleNamespace(load_checkpoint=lambda *_, **__: ("found", {}), global_steps=4),
+        model=nn.Linear(1, 1),
+        args=SimpleNamespace(ignore_data_skip=False),
+        _warn=warnings.append,
+    )
+    for step in (4, 3):
+        (tmp_path / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+        EngineMixin._load_engine(trainer, str(tmp_path))
+    assert not warnings, "another program may count its steps otherwise"
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / MANIFEST_NAME).touch()
+    EngineMixin._load_engine(trainer, str(tmp_path))
+    (warning,) = warnings
+    assert "is of step 3, its weights and optimizer are of step 4" in warning

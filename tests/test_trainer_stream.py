@@ -75,7 +75,7 @@ class Recorder(TrainerCallback):
         self.path, self.kill_at, self.rows = path, kill_at, []
 
     def watch(self, trainer):
-        source = trainer.engine.hydra.source
+        source = trainer.engine.source
         share = source._share
 
         def watching(plan):
@@ -86,7 +86,7 @@ class Recorder(TrainerCallback):
         source._share = watching
 
     def on_step_begin(self, args, state, control, **_):
-        if self.trainer.engine.hydra.source._share.__name__ != "watching":
+        if self.trainer.engine.source._share.__name__ != "watching":
             self.watch(self.trainer)
 
     def on_log(self, args, state, control, logs, **_):

@@ -47,7 +47,7 @@ def mark_phases(engine) -> None:
     from ds_hydra.engine.gradient_shards import GradientShards
     from ds_hydra.engine.planning import IterationSource
     from ds_hydra.engine.propagation import Propagator
-    from ds_hydra.engine.runtime import HydraRuntime
+    from ds_hydra.engine.reporting import IterationReporter
     from ds_hydra.engine.transfer.session import LinkCarrier, TransferSession
 
     mark(IterationSource, "plan", "plan")
@@ -58,8 +58,8 @@ def mark_phases(engine) -> None:
     mark(Propagator, "_propagate", "passes")
     mark(LinkCarrier, "begin", "link begins a round")
     mark(TransferSession, "finish", "finish of the session")
-    mark(HydraRuntime, "gather_outcomes", "gather outcomes")
-    mark(HydraRuntime, "report", "report")
+    mark(hydra_engine, "gather_outcomes", "gather outcomes")
+    mark(IterationReporter, "report", "report")
     mark(hydra_engine.HydraEngine, "_step", "step")
     for name in (
         "_get_norm_groups",

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks.one_gpu.device import HAS_GPU, join
 from benchmarks.one_gpu.telling import skip, tell, trying
+from ds_hydra.engine.iteration import gather_outcomes
 from ds_hydra.engine.model import attention_contract, attention_cudnn
 from ds_hydra.engine.model.attention_contract import LONG_TOKENS
 from ds_hydra.errors import HydraError
@@ -101,13 +102,13 @@ class Subject:
         """Loss and gradients under a strategy. Collective over all ranks."""
         engine, strategy = self.engine, Strategy.parse(text)
         if strategy.phases:
-            engine.hydra.propagator.prepare(strategy.in_turn)
+            engine.propagator.prepare(strategy.in_turn)
         else:
-            engine.hydra.propagator.prepare([strategy])
+            engine.propagator.prepare([strategy])
         plan = hand_plan(strategy, self.examples)
         grads_P = engine._zero_gradient_shards()
-        outcome = engine.hydra.propagator.train(plan, load_of(self.examples), grads_P, 1.0)
-        losses = [o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks]
+        outcome = engine.propagator.train(plan, load_of(self.examples), grads_P, 1.0)
+        losses = [o.loss_sum for o in gather_outcomes(engine.propagator, outcome).ranks]
         loss = sum(losses) / plan.num_label_tokens
         return loss, [g.float().cpu() for g in gather_gradients(engine, grads_P)]
 

@@ -178,7 +178,7 @@ def measure_engine(
     }
     engine = start_hydra(model, hydra=hydra, **SECTIONS)
     try:
-        flops = count_flops(engine.hydra.stage_model)
+        flops = count_flops(engine.propagator.stage_model)
         for row, lengths in rows.items():
             examples = _examples(lengths, config.vocab_size)
             found = []

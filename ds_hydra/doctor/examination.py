@@ -152,9 +152,13 @@ class Examination:
         everyone = range(dist.get_world_size())
         groups = GroupPool(None, device)
         with monitor.step("connecting all ranks"):
-            groups.create([(purpose, everyone) for purpose in findings.LINK_PURPOSES])
+            groups.create([("doctor", everyone)])
         with monitor.step("rates of links"):
-            self.findings += findings.check_links(device, hosts, hardware, groups)
+            self.findings += findings.check_links(
+                device, hosts, hardware, groups.get("doctor", everyone)
+            )
+        with monitor.step("rates of all-to-alls"):
+            self.findings.append(findings.check_all_to_all(device, hosts, hardware, groups))
         groups.destroy()
         keys = [*groups_of_all(pick_strategies(len(everyone))), *link_groups(len(everyone), None)]
         self.findings.append(findings.check_communicators(keys, here, device))

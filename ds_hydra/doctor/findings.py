@@ -5,6 +5,7 @@ be expected: links between them, and the speed of each.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -25,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_hydra.engine.model.attention_choice import Choice, choose, has_kernels
 from ds_hydra.engine.model.attention_contract import Demand
 from ds_hydra.engine.parallel.groups import (
+    BLOCKS,
     MAX_MULTICAST_OBJECTS,
     GroupPool,
     describe_groups,
@@ -249,8 +251,8 @@ CPU_NAME = "one CPU core"
 _LINK_REPEATS = 5
 _LEAST_SHARE = 0.5
 """Least share of the described rate. Below it plans count on links that are not there."""
-LINK_PURPOSES = ("doctor", "pull")
-"""Groups by which links are measured: one of their own, and one with the thread blocks of pulls."""
+_MUCH_FASTER = 1.2
+"""All-to-alls by other thread blocks over those by as many as pulls take, from which it is said."""
 _DEVICE_BYTES, _HOST_BYTES = 64 << 20, 4 << 20
 """Bytes of one message, on an accelerator and between CPU ranks."""
 
@@ -266,29 +268,23 @@ def find_hardware(name: str | None, device: torch.device, device_name: str) -> H
 
 
 def check_links(
-    device: torch.device, hosts: Hosts, hardware: Hardware | None, groups: GroupPool
+    device: torch.device, hosts: Hosts, hardware: Hardware | None, pairs: dist.ProcessGroup
 ) -> list[Finding]:
-    """Rates of all-reduces of all ranks, of their all-to-alls as pulls make them, and of messages
-    between neighbours of a host and between all ranks of two hosts. Collective over all ranks.
+    """Rates of all-reduces of all ranks, and of messages between neighbours of a host and between
+    all ranks of two hosts. Collective over all ranks.
 
-    `groups` has one of all ranks for each of `LINK_PURPOSES`.
+    `pairs` is a group of all ranks that nothing else uses.
     """
     clock = DeviceClock(device)
     world = dist.get_world_size()
     if world == 1:
         return [Finding(check="links", status=Status.SKIPPED, text="one rank has no links")]
-    pairs, pulls = (groups.get(purpose, range(world)) for purpose in LINK_PURPOSES)
     nbytes = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
-    message = torch.ones(nbytes // 4 // world * world, device=device)
-    received = torch.empty_like(message)
-    of_rank = (world - 1) / world * message.nbytes
+    message = torch.ones(nbytes // 4, device=device)
     of_all = len(hosts.names) > 1
-    findings = []
-    for name, sent_bytes, run in (
-        ("all-reduce", 2 * of_rank, lambda: dist.all_reduce(message, group=pairs)),
-        ("all-to-all", of_rank, lambda: dist.all_to_all_single(received, message, group=pulls)),
-    ):
-        findings.append(_judge(name, sent_bytes / _median_s(clock, run), hardware, across=of_all))
+    seconds = _median_s(clock, lambda: dist.all_reduce(message, group=pairs))
+    rate = 2 * (world - 1) / world * nbytes / seconds
+    findings = [_judge("all-reduce", rate, hardware, across=of_all)]
     inside, across = neighbours(hosts.of_rank)
     for name, chosen in (("links inside a host", inside), ("links between hosts", across)):
         if chosen:
@@ -306,6 +302,42 @@ def check_links(
                 )
             findings.append(found)
     return findings
+
+
+def check_all_to_all(
+    device: torch.device, hosts: Hosts, hardware: Hardware | None, groups: GroupPool
+) -> Finding:
+    """Rate of all-to-alls of all ranks as pulls make them, by the thread blocks that NCCL may take
+    for them. Collective over all ranks.
+    """
+    clock, world = DeviceClock(device), dist.get_world_size()
+    if world == 1:
+        return Finding(check="all-to-all", status=Status.SKIPPED, text="one rank has no links")
+    nbytes = _HOST_BYTES if device.type == "cpu" else _DEVICE_BYTES
+    sent = torch.ones(nbytes // 4 // world * world, device=device)
+    received = torch.empty_like(sent)
+    # Without NCCL one is like the other
+    tried = BLOCKS if device.type == "cuda" else {"pull by 8 blocks": 8}
+    rates = {}
+    for purpose, blocks in tried.items():
+        groups.create([(purpose, range(world))])
+        group = groups.get(purpose, range(world))
+        run = functools.partial(dist.all_to_all_single, received, sent, group=group)
+        rates[blocks] = (world - 1) / world * nbytes / _median_s(clock, run)
+    finding = _judge("all-to-all", rates[8], hardware, across=len(hosts.names) > 1)
+    best = max(rates, key=rates.__getitem__)
+    by_blocks = ", ".join(f"{rate / 1e9:.0f} by {blocks}" for blocks, rate in rates.items())
+    is_well = rates[best] < _MUCH_FASTER * rates[8]
+    advice = f"NCCL_MAX_CTAS={best} in the environment of all ranks lets pull and push take {best} thread blocks"
+    return replace(
+        finding,
+        status=finding.status if is_well else Status.WARNING,
+        text=f"{finding.text}; GB/s by thread blocks: {by_blocks}"
+        if len(rates) > 1
+        else finding.text,
+        advice=finding.advice if is_well else advice,
+        figures={**finding.figures, "bytes_per_s_by_blocks": rates},
+    )
 
 
 def check_communicators(

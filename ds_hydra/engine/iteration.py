@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.engine.losses.loss import SequenceLoss
+from ds_hydra.engine.losses.loss import WEIGHT, SequenceLoss
 from ds_hydra.engine.losses.objective import (
     Objective,
     Scores,
     TokenScoreRecorder,
     WeightedObjective,
+    check_value,
     name_of,
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
@@ -268,4 +269,7 @@ def linearised(iteration: Iteration, propagator: Propagator) -> Iteration:
     device = propagator.device
     log_probs = score(iteration, propagator, noise=True).log_probs
     weighted = run_together(lambda: objective.weighted(log_probs, iteration.labels), device)
+    weights_N = torch.stack([fields[WEIGHT] for fields in weighted.fields]).double()
+    value = weights_N.new_tensor([weighted.value])
+    check_value(name_of(objective.loss), torch.cat([value, weights_N]), device)
     return replace(iteration, objective=weighted)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import (
     ConcatDataset,
     IterableDataset,
@@ -280,6 +281,22 @@ def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
         batch["labels"][row, :length] = torch.from_numpy(example["labels"])
         batch["attention_mask"][row, :length] = 1
     return batch
+
+
+def losses_of_rows(logits_NTV: Tensor, labels_NT: Tensor, smoothing: float) -> Tensor:
+    """Return the sum of losses and the number of label tokens of each padded row, [N, 2]."""
+    rows = []
+    for logits_TV, labels_T in zip(logits_NTV, labels_NT.to(logits_NTV.device), strict=True):
+        targets_T = labels_T[1:]  # nothing predicts the first
+        loss = F.cross_entropy(
+            logits_TV[:-1].float(),
+            targets_T,
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
+        rows.append(torch.stack([loss.double(), (targets_T != IGNORED_LABEL).sum().double()]))
+    return torch.stack(rows)
 
 
 def as_datasets(dataset: Any, name: str) -> datasets.Dataset:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
     _train_tokens: TokenDataset | TokenStream
     """Training data, from `get_train_dataloader` on, as `_epochs`."""
     _epochs: data.Epochs
+    _row_losses: list[Tensor]
+    """Losses of each step of an evaluation for logits, [rows, 2] (`data.losses_of_rows`)."""
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any):
         if model is not None:
@@ -276,12 +279,41 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
             self._check_used(say_nothing)
             with self._starting_engine():
                 return self._evaluate_packed(dataloader, metric_key_prefix)
+        self._row_losses = []
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
-            output.metrics[f"{metric_key_prefix}_perplexity"] = _perplexity(loss)
+        metrics, key = output.metrics, f"{metric_key_prefix}_loss"
+        if key in metrics:
+            # transformers' is the mean over rows; an overridden step has a loss of its own
+            if self._row_losses and not arguments.is_overridden(self, "prediction_step"):
+                loss_sum, num_label_tokens = torch.cat(self._row_losses).sum(dim=0).tolist()
+                metrics[key] = loss_sum / num_label_tokens if num_label_tokens else math.nan
+            metrics[f"{metric_key_prefix}_perplexity"] = _perplexity(metrics[key])
         return output
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Return the mean over label tokens of all ranks' padded batches, and keep the losses of
+        their rows; evaluation alone calls it. Collective over all ranks.
+        """
+        outputs = model(**{k: v for k, v in inputs.items() if k not in ("labels", "skip_logits")})
+        if not isinstance(outputs, Mapping):
+            outputs = (None, *outputs)
+        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[1]
+        smoothing = 0.0 if self.label_smoother is None else self.label_smoother.epsilon
+        rows_N2 = data.losses_of_rows(logits, inputs["labels"], smoothing)
+        # Without the rows that fill up the last batch
+        rows_N2 = self.accelerator.gather_for_metrics(rows_N2)
+        self._row_losses.append(rows_N2)
+        loss_sum, num_label_tokens = rows_N2.sum(dim=0)
+        loss = (loss_sum / num_label_tokens).float()
+        return (loss, outputs) if return_outputs else loss
 
     def _evaluate_packed(self, batches: data.EvalBatches, prefix: str) -> EvalLoopOutput:
         if self.deepspeed is None:  # as transformers starts one, without optimizer

@@ -45,6 +45,7 @@ from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.configs.ds_config import dtype_name, with_known_names
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checkpointing.files import (
+    MANIFEST_NAME,
     do_together,
     lock_folder,
     make_folder,
@@ -343,15 +344,7 @@ class EngineMixin:
         freeze_other_parts(self.model)
         check_trains(self.model)
         unify_adapter_dtype(self.model, self._warn)
-        if self.args.save_strategy != SaveStrategy.NO:
-            try_folder(
-                Path(self.args.output_dir),
-                "output_dir",
-                self.args.device,
-                commits=self.args.should_save,
-                writes=not self.args.save_only_model,
-            )
-            self._check_generation()
+        self._try_saving()
         try:
             with self._starting_engine():
                 model, train_dataloader = super()._prepare_for_training(
@@ -373,19 +366,45 @@ class EngineMixin:
         self._of_engine = (self.optimizer, self.lr_scheduler)
         return model, train_dataloader
 
-    def _check_generation(self) -> None:
-        """Raise HydraConfigError for a generation config that no checkpoint can hold."""
-        model = self.model
-        is_saved = isinstance(model, PreTrainedModel) and model.can_generate()
-        if not is_saved or is_overridden(self, "_save", "save_model"):
-            return
-        try:
-            with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as folder:
-                model.generation_config.save_pretrained(folder)
-        except ValueError as error:
-            raise HydraConfigError(
-                f"model.generation_config cannot be saved, as it is with every checkpoint: {error}"
-            ) from error
+    def _try_saving(self) -> None:
+        """Find what would fail at the first checkpoint. Collective over all ranks."""
+        args, faults = self.args, self.hydra_config.faults
+        is_saved = args.save_strategy != SaveStrategy.NO
+        if is_saved:
+            try_folder(
+                Path(args.output_dir),
+                "output_dir",
+                args.device,
+                commits=args.should_save,
+                writes=not args.save_only_model,
+            )
+        is_own = is_overridden(self, "_save", "save_model")
+        refuses = (is_saved or faults.save_on_sigterm is not None) and not is_own
+        run_together(lambda: self._try_parts(refuses) if args.should_save else None, args.device)
+
+    def _try_parts(self, refuses: bool) -> None:
+        """Raise HydraConfigError, or else warn, where what a checkpoint holds beside tensors cannot
+        be saved.
+        """
+        model, tokenizer = self.model, self.processing_class
+        parts: dict[str, Callable[[str], Any]] = {
+            "TrainingArguments": lambda folder: torch.save(self.args, f"{folder}/args")
+        }
+        if isinstance(model, PreTrainedModel) and model.can_generate():
+            parts["model.generation_config"] = model.generation_config.save_pretrained
+        if tokenizer is not None:
+            parts["processing_class"] = lambda folder: tokenizer.save_pretrained(folder)
+        for name, save in parts.items():
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    save(folder)
+            except OSError:  # a full /tmp says nothing of what is saved
+                continue
+            except Exception as error:  # whatever these classes raise
+                problem = f"{name} cannot be saved, as it is with every checkpoint: {error}"
+                if refuses:
+                    raise HydraConfigError(problem) from error
+                self._warn(problem)
 
     def _load_engine(self, checkpoint: str) -> None:
         found, _ = self.engine.load_checkpoint(
@@ -398,6 +417,13 @@ class EngineMixin:
                 f"{checkpoint} holds no state of an engine, with a file `latest` that names it (save_only_model=True "
                 "saves weights alone, a Trainer without DeepSpeed another optimizer); train anew from its weights with "
                 "from_pretrained(), or resume from a checkpoint of an engine"
+            )
+        counted = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        is_own = any(Path(checkpoint).glob(f"*/{MANIFEST_NAME}"))  # others may count differently
+        if is_own and counted.global_step != self.engine.global_steps:
+            self._warn(
+                f"{checkpoint} is mixed of two: its {TRAINER_STATE_NAME} is of step {counted.global_step}, its weights "
+                f"and optimizer are of step {self.engine.global_steps}; resume from another checkpoint"
             )
 
     def _take_scheduler(self) -> None:

@@ -22,6 +22,7 @@ from single_process import load_of, random_examples, token_mean_gradients
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
+from ds_hydra.engine.iteration import gather_outcomes
 from ds_hydra.engine.parallel import linear, token_cuts
 from ds_hydra.engine.transfer import session, stage_weights
 from ds_hydra.errors import HydraError
@@ -129,17 +130,17 @@ def parity(case: str, strategies: Sequence[str] = (), **hydra: Any) -> dict[str,
         strategy = Strategy.parse(text)
         try:
             if strategy.phases:
-                engine.hydra.propagator.prepare(strategy.in_turn)
+                engine.propagator.prepare(strategy.in_turn)
             else:
-                engine.hydra.propagator.prepare([strategy])
+                engine.propagator.prepare([strategy])
         except HydraError as error:
             results[text] = str(error)
             continue
         plan = hand_plan(strategy, examples)
         grads_P = engine._zero_gradient_shards()
         with observed() as found:
-            outcome = engine.hydra.propagator.train(plan, load_of(examples), grads_P, 1.0)
-        outcomes = engine.hydra.gather_outcomes(outcome).ranks
+            outcome = engine.propagator.train(plan, load_of(examples), grads_P, 1.0)
+        outcomes = gather_outcomes(engine.propagator, outcome).ranks
         loss = sum(o.loss_sum for o in outcomes) / plan.num_label_tokens
         got = [g.cpu() for g in gather_gradients(engine, grads_P)]
         found["error"] = max(relative_errors(got, wanted, names).values())
@@ -205,11 +206,11 @@ def waits_of_phases() -> list[list[dict[str, Any]]]:
     texts = ("1x<sp2,1>", of_four)
     for text in (*texts, *(text.replace(">", ";gather>") for text in texts)):
         strategy = Strategy.parse(text)
-        engine.hydra.propagator.prepare(strategy.in_turn)
+        engine.propagator.prepare(strategy.in_turn)
         plan = hand_plan(strategy, examples)
         grads_P = engine._zero_gradient_shards()
         with observed() as found:
-            engine.hydra.propagator.train(plan, load_of(examples), grads_P, 1.0)
+            engine.propagator.train(plan, load_of(examples), grads_P, 1.0)
         seen.append(found)
     return [seen[:2], seen[2:]]
 

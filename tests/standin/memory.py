@@ -120,7 +120,7 @@ def _formula_bytes(
 
 def _peak_of_passes(engine: Any, text: str, num_tokens: int, vocab_size: int) -> float:
     """The most bytes of any rank in full pipelines of a strategy."""
-    accelerator, propagator = get_accelerator(), engine.hydra.propagator
+    accelerator, propagator = get_accelerator(), engine.propagator
     strategy = Strategy.parse(text)
     propagator.prepare([strategy])
     plan = _full_pipelines(strategy, num_tokens)
@@ -148,14 +148,14 @@ def measured_profile() -> dict[str, Any]:
         },
     )
     plans: list[IterationPlan] = []
-    train = engine.hydra.propagator.train
+    train = engine.propagator.train
 
     def noting(plan: IterationPlan, *arguments: Any) -> Any:
         plans.append(plan)
         return train(plan, *arguments)
 
-    with mock.patch.object(engine.hydra.propagator, "train", noting):
-        profile = engine.hydra.source.candidates.ensure_profile()
+    with mock.patch.object(engine.propagator, "train", noting):
+        profile = engine.source.candidates.ensure_profile()
     last = plans[-1]
     tokens = [last.lengths[n] for n in last.pipelines[0].micro_batches[0]]
     engine.destroy()
@@ -185,13 +185,13 @@ def vocabulary(size: str) -> dict[str, dict[str, float]]:
     model = model.bfloat16().to(device.NAME)
     model.tie_weights()  # the stand-in's tensors are new parameters
     engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": PROFILED_TOKENS})
-    propagator, stage_model = engine.hydra.propagator, engine.hydra.stage_model
+    propagator, stage_model = engine.propagator, engine.propagator.stage_model
     found = {}
     with mock.patch.object(attention, "attention_per_sequence", _attend):
         model = profiler._measure_memory(
             propagator,
             {s.schemes[0]: s for s in map(Strategy.parse, VOCABULARIES)},
-            engine.hydra.config,
+            engine._hydra_config,
         )
         for text in VOCABULARIES:
             strategy = Strategy.parse(text)
@@ -218,7 +218,7 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
     sizes = {"hidden_size": 128, "vocab_size": 512, "max_position_embeddings": 4096}
     model = tiny(family, **sizes, **SIZES[family]).bfloat16().to(device.NAME)
     engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": 4096})
-    propagator = engine.hydra.propagator
+    propagator = engine.propagator
     found = {}
     with mock.patch.object(attention, "attention_per_sequence", _attend):
         for text in STRATEGIES[dist.get_world_size()]:
@@ -239,9 +239,9 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
                 "step": in_step,
                 "scores": propagator.max_over_ranks(accelerator.max_memory_allocated()),
                 "forward": _formula_bytes(
-                    engine.hydra.stage_model, strategy, NUM_SCORED, forward_only=True
+                    engine.propagator.stage_model, strategy, NUM_SCORED, forward_only=True
                 ),
-                "formula": _formula_bytes(engine.hydra.stage_model, strategy),
+                "formula": _formula_bytes(engine.propagator.stage_model, strategy),
             }
     engine.destroy()
     return found

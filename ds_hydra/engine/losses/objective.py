@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
-from ds_hydra.engine.ranks.agreement import broadcast_text
+from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, on_all_ranks
 from ds_hydra.engine.ranks.memory import to_device
-from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.errors import HydraConfigError, HydraError, PlanMismatchError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
 
 _INDEX = "number of the token in the global batch"
@@ -389,6 +389,21 @@ def find_difference(objective: Objective | None, rank: int, device: torch.device
         if first.get(name) != other.get(name):
             return f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}"
     return f"the loss is another one on rank {rank} than on rank 0"
+
+
+def check_value(loss: str, numbers: Tensor, device: torch.device) -> None:
+    """Raise PlanMismatchError on all ranks where the loss gives different `numbers` [n] fp64,
+    although its fields are equal. Collective over all ranks.
+    """
+    rows = gather_rows(numbers.to(device)).cpu()
+    for rank, row in enumerate(rows):
+        if not torch.allclose(row, rows[0], rtol=1e-6, atol=1e-12):
+            raise on_all_ranks(
+                PlanMismatchError(
+                    f"loss {loss} of the global batch is {float(rows[0][0])} on rank 0 and {float(row[0])} on rank "
+                    f"{rank}, of the same fields; give every rank the same numbers in what it reads beside them"
+                )
+            )
 
 
 def _parameters(objective: Objective) -> Iterator[tuple[str, str]]:

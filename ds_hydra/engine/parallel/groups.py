@@ -41,7 +41,13 @@ and NCCL's default buffers (NVIDIA/nccl issue 964). It is allocated at a communi
 and falls with NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS; other topologies need other amounts."""
 
 
-_MOST_CTAS = {"pull": 8, "push": 8, "pull_node": 8, "push_node": 8, "pp_down": 4, "pp_up": 4}
+BLOCKS = {f"pull by {most} blocks": most for most in (4, 8, 16, 24)}
+"""Purposes of groups like that of a pull, and the thread blocks that their kernels may take: the
+doctor measures them.
+"""
+_MOST_CTAS = {
+    **BLOCKS, "pull": 8, "push": 8, "pull_node": 8, "push_node": 8, "pp_down": 4, "pp_up": 4
+}  # fmt: skip
 """Thread blocks, of a multiprocessor each, that a kernel of NCCL may take for a purpose: those that
 run beside computation leave it most of a device, and all of a rank's at once fit one. TP, SP, CP
 and `ep`, for which computation waits, have what NCCL chooses. NCCL_MAX_CTAS in the environment
