@@ -51,29 +51,16 @@ def load_config(name: str) -> PretrainedConfig:
 
 def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
     """Fields of the language model that `name` stands for, and the assumptions, one sentence
-    each.
-
-    Without transformers, and of a type that it does not have, those that are written in
-    config.json; a shipped preset has all of them.
+    each. Of a type that transformers does not have those that are written in config.json.
     """
     if name in list_files("models"):
         return load_model_preset(name), []
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     document = _read_document(name)
-    try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        if document is None:
-            raise HydraConfigError(
-                f"--model is {name!r}, which is no shipped preset, folder or file; to read it from the hub install "
-                "transformers: pip install transformers"
-            ) from error
-        return dict(document.get("text_config") or document), [
-            "model: the fields of config.json alone; those it leaves out need transformers"
-        ]
     if document is not None and document.get("model_type") not in CONFIG_MAPPING:
         note = f"model: the fields of config.json alone, {_describe_unknown(document)}"
-        found: Mapping[str, Any] = document
-        return dict(document.get("text_config") or document), [note, *find_quantisation(found)]
+        return dict(document.get("text_config") or document), [note, *find_quantisation(document)]
     config = load_config(name)
     text = config.get_text_config()
     notes = [] if text is config else [f"model: its part for text alone ({type(text).__name__})"]

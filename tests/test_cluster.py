@@ -24,12 +24,9 @@ def make_cluster(num_devices: int, devices_per_node: int = 4) -> Cluster:
     hardware = Hardware(
         name="test", devices_per_node=devices_per_node, memory_bytes=1, matmul_flops=1.0, attention_flops=1.0,
         memory_rate=1e6, intra_node_rate=1e6, inter_node_rate=1e5, layer_overhead_ms=0.0,
-        collective_overhead_ms=0.0,
+        collective_overhead_ms=0.0, intra_node_latency_ms=1.0, inter_node_latency_ms=2.0,
     )  # fmt: skip
-    return Cluster(
-        shape=SHAPE, hardware=hardware, num_devices=num_devices, intra_node_latency_ms=1.0,
-        inter_node_latency_ms=2.0,
-    )  # fmt: skip
+    return Cluster(shape=SHAPE, hardware=hardware, num_devices=num_devices)
 
 
 def link_times(text: str, num_devices: int, **more) -> tuple[float, float]:
@@ -108,7 +105,7 @@ def test_the_optimizer_reads_and_writes_its_shard():
 def test_the_paper_cluster():
     """LLaMA 32B on 64 A800: 32 billion parameters; Table 1 has 20 ms for the optimizer."""
     cluster = find_cluster(Profile.load(find_file("profiles", "a800_llama2_32b")), 64)
-    assert cluster.num_params == pytest.approx(32.5e9, rel=0.02)
+    assert cluster.shape.num_params == pytest.approx(32.5e9, rel=0.02)
     assert 15 < cluster.step_ms < 30
     assert cluster.end_ms == cluster.step_ms + 26
     homogeneous, mixed = (
@@ -141,7 +138,7 @@ def test_a_profile_without_the_models_shape_is_refused():
         find_cluster(profile, 8, "h100")
     document = {**profile.document, "model": {**profile.document["model"], "intermediate_size": 3}}
     described = dataclasses.replace(profile, document=document)
-    assert find_cluster(described, 8, "h100").num_params > 0
+    assert find_cluster(described, 8, "h100").shape.num_params > 0
 
 
 def received_by_the_busiest_node(text: str, slicing: Slicing) -> float:

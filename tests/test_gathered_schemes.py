@@ -141,10 +141,12 @@ def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not
     # Same devices, a little more memory; what decides is the traffic
     waits, two = Scheme.parse("<cp4,1;gather>"), FOUR
     T = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
-    slow = gathered().with_latency({two: T, waits: replace(T, traffic_ms=9.0)})
+    found = gathered()
+    times = {two: T, waits: replace(T, traffic_ms=9.0)}
+    slow = replace(found, latency={**found.latency, **times})
     assert slow.max_len_tokens(waits, DEVICES) > slow.max_len_tokens(two, DEVICES)
     assert undominated(World.of(slow, None, DEVICES, 1), [two, waits]) == (two, waits)
-    fast = slow.with_latency({waits: T})
+    fast = replace(slow, latency={**slow.latency, waits: T})
     assert undominated(World.of(fast, None, DEVICES, 1), [two, waits]) == (waits,)
 
 
@@ -217,7 +219,7 @@ def test_the_price_of_a_gathered_layer_is_what_its_routes_carry_into_a_node(text
 def test_gathered_micro_batches_run_in_lockstep():
     """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
-    found = gathered().with_latency({ONE: latency})
+    found = replace(gathered(), latency={ONE: latency})
     planning = PlanningProblem(make_batch([60, 30, 20, 10]), found, 2)
 
     def wait_ms(assignment, micro_batches, pipeline_ms):

@@ -165,12 +165,11 @@ LENGTHS = (20,) * 8
 
 def profile_of(traffic_ms, hpz_traffic_ms):
     profile = make_profile({"<1,1;gather>": (0, 1, 0), "<sp2,1;gather>": (0, 0.6, 0)})
-    return profile.with_latency(
-        {
-            scheme: replace(model, traffic_ms=traffic_ms, hpz_traffic_ms=hpz_traffic_ms)
-            for scheme, model in profile.latency.items()
-        }
-    )
+    latency = {
+        scheme: replace(model, traffic_ms=traffic_ms, hpz_traffic_ms=hpz_traffic_ms)
+        for scheme, model in profile.latency.items()
+    }
+    return replace(profile, latency=latency)
 
 
 def roomy(strategies, **more):

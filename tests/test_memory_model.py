@@ -338,7 +338,7 @@ def test_what_a_profile_lacks_for_a_part_is_named():
         Costs(profile).extended([scheme])
     assert not profile.memory.knows(scheme)
     assert profile.memory.knows(Scheme(1, 2))
-    with pytest.raises(HydraConfigError, match="input bytes are -1"):
+    with pytest.raises(HydraConfigError, match="input_bytes_per_token_per_layer_per_hidden is -1"):
         of_7b(input_bytes_per_token_per_layer_per_hidden=-1)
 
 

@@ -36,9 +36,8 @@ PROFILE = make_profile(
     }
 )
 TRAFFIC_MS = {Scheme(1, 1): 12.0, Scheme(1, 2): 9.0}
-PROFILE = PROFILE.with_latency(
-    {scheme: replace(PROFILE.latency[scheme], traffic_ms=ms) for scheme, ms in TRAFFIC_MS.items()}
-)
+TRAVELLING = {s: replace(PROFILE.latency[s], traffic_ms=ms) for s, ms in TRAFFIC_MS.items()}
+PROFILE = replace(PROFILE, latency={**PROFILE.latency, **TRAVELLING})
 MAX_LEN = {
     Scheme(1, 1): 20,
     Scheme(2, 1): 40,

@@ -1,7 +1,6 @@
 import configparser
 import json
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -286,19 +285,6 @@ def test_code_of_a_model_is_not_run_and_the_advice_is_followed(tmp_path, monkeyp
     path.write_text(json.dumps({"hidden_size": 64}))
     with pytest.raises(HydraConfigError, match="has no model_type; add it"):
         load_config(str(path))
-
-
-def test_without_transformers_files_are_read_as_they_are_written(tmp_path, monkeypatch):
-    for name in ("transformers", "transformers.models.auto.configuration_auto"):
-        monkeypatch.setitem(sys.modules, name, None)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(DEFAULTS_LEFT_OUT))
-    fields, notes = read_config(str(path))
-    assert fields == DEFAULTS_LEFT_OUT["text_config"]
-    assert "need transformers" in notes[0]
-    with pytest.raises(HydraConfigError, match="pip install transformers"):
-        read_config("some/id")
-    assert read_config("llama2_7b") == (load_model_preset("llama2_7b"), [])
 
 
 def default_strategies(name: str) -> list[str]:

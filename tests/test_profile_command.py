@@ -155,7 +155,7 @@ def test_schemes_of_four_ranks_are_measured_once(tmp_path):
 def test_a_ratio_of_the_hardware_that_cannot_be_is_refused(key, value):
     document = json.loads(find_file("profiles", "a800_llama2_7b").read_text())
     document["hardware"][key] = value
-    with pytest.raises(HydraConfigError, match=rf"hardware\.{key} is .* at least 1"):
+    with pytest.raises(HydraConfigError, match=rf"hardware\.{key} is .*, expected a number from 1"):
         Profile.from_json(document)
 
 
@@ -267,19 +267,6 @@ def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, tot
     propagator = SimpleNamespace(max_over_ranks=lambda value: value)
     assert profiler.token_bytes(propagator, None, 4096) == of_token
     assert max(lengths) == longest
-
-
-def test_memory_far_below_what_a_layer_keeps_is_not_believed(monkeypatch, caplog):
-    stage_model = SimpleNamespace(config=None, params=[torch.zeros(1)])
-    config = HydraConfig(context_length=64, tokens_per_iteration=64)
-    counted = {2: 40.0}
-    monkeypatch.setattr(profiler, "count_activation", lambda _model, tp, _config: counted.get(tp))
-    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
-    assert profiler.not_below_counted(29.0, 2, stage_model, config) == 29.0
-    assert not caplog.messages
-    assert profiler.not_below_counted(27.0, 2, stage_model, config) == 40.0
-    assert "TP 2: a token was measured to take 27.0" in caplog.messages[0]
-    assert profiler.not_below_counted(1.0, 4, stage_model, config) == 1.0
 
 
 def test_what_is_in_use_outside_of_torch_is_what_torch_has_not_got(monkeypatch):

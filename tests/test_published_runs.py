@@ -80,14 +80,7 @@ def test_step_and_rest_of_an_iteration_are_those_of_one_gpu(card, vocabulary):
         vocab_size=vocabulary,
         key_value_share=1 / 4,
     )
-    cluster = Cluster(
-        shape=shape,
-        hardware=Hardware.load(card),
-        num_devices=1,
-        intra_node_latency_ms=0.0,
-        inter_node_latency_ms=0.0,
-    )
-
+    cluster = Cluster(shape=shape, hardware=Hardware.load(card), num_devices=1)
     steps = measured(card, "step_ms", lambda case: f"vocabulary {vocabulary:,}" in case)
     rests = measured(card, "rest_ms", lambda _: True)
     assert cluster.step_ms == pytest.approx(median(steps), rel=0.2)

@@ -198,13 +198,7 @@ def test_exchanges_have_one_price(sp):
     )
     scheme, single = Scheme(1, 1, sp=sp), predict_latency(grouped, hardware, Scheme(1, 1))
     priced = sequence_parallel_latency(grouped, hardware, scheme)
-    cluster = Cluster(
-        shape=grouped,
-        hardware=hardware,
-        num_devices=64,
-        intra_node_latency_ms=0.01,
-        inter_node_latency_ms=0.02,
-    )
+    cluster = Cluster(shape=grouped, hardware=hardware, num_devices=64)
     rival = ShardedGroup(
         scenario=SimpleNamespace(cluster=cluster),
         single=single,

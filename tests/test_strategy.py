@@ -156,17 +156,6 @@ def test_layers_of_stages():
     ]
 
 
-def test_a_profile_keeps_schemes_with_parts():
-    profile = make_profile({"<1,2>": (0, 1, 0), "<1,2;stages=3,1>": (0, 2, 0)})
-    uneven = Scheme(1, 2, stages=(3, 1))
-    assert profile.get_latency(uneven).linear_ms == 2
-    doubled = profile.with_latency(
-        {uneven: LatencyModel(quadratic_ms=0, linear_ms=4, constant_ms=0)}
-    )
-    assert [doubled.get_latency(s).linear_ms for s in (Scheme(1, 2), uneven)] == [1, 4]
-    assert list(Costs(doubled).table([uneven]).latency) == [uneven]
-
-
 @pytest.mark.parametrize("text", ["", "4", "<4>", "0x<1,1>", "2x<1,1> +", "2*<1,1>", "1x<0,1>"])
 def test_text_that_is_no_strategy_is_refused_with_the_form(text):
     with pytest.raises(HydraConfigError, match=r"2x<4,1>|1 or more"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -43,7 +43,6 @@ from ds_hydra.strategy.profiles.profile import (
     engine_states,
     expert_memory,
     fit_latency,
-    saturation_tokens,
 )
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION
@@ -148,7 +147,7 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         "vocab_size": stage_model.vocab_size,
         **({} if experts is None else {"experts": asdict(experts)}),
         **_describe_layers(stage_model),
-        "parameters": count_parameters(stage_model).to_json(),
+        "parameters": asdict(count_parameters(stage_model)),
         "flops": count_flops(stage_model).to_json(),
     }
 
@@ -236,10 +235,11 @@ def dtype_of(stage_model: StageModel) -> str:
 
 def model_facts(stage_model: StageModel) -> dict[str, int]:
     """Numbers that `Profile.check_model` compares."""
-    described = describe_model(stage_model)
-    names = ("num_layers", "hidden_size", "vocab_size")
-    num_experts = described.get("experts", {}).get("num", 0)
-    return {**{name: described[name] for name in names}, "num_experts": num_experts}
+    experts = _find_experts(stage_model)
+    sizes = {
+        name: getattr(stage_model, name) for name in ("num_layers", "hidden_size", "vocab_size")
+    }
+    return {**sizes, "num_experts": 0 if experts is None else experts.num}
 
 
 class ProbeMicroBatch(NamedTuple):
@@ -298,30 +298,6 @@ def deeper_entry(scheme: Scheme, probed: Mapping[str, Any], source: Scheme) -> d
     terms = ("quadratic_ms", "linear_ms", "constant_ms")
     latency = {term: probed[term] * source.pp / scheme.pp for term in terms}
     return {**scheme.to_json(), **latency, "probed_as": str(source)}
-
-
-def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
-    """UtilLen per TP degree, from its smallest SP, CP and PP; of the piece of a micro-batch that
-    one rank has under them.
-    """
-
-    def num_shards(entry: dict[str, Any]) -> int:
-        return int(entry.get("sp", 1) * entry.get("cp", 1))
-
-    by_tp: dict[int, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: (-num_shards(e), -e["pp"])):
-        by_tp[entry["tp"]] = entry
-    return {
-        str(tp): max(
-            1,
-            saturation_tokens(
-                fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model,
-                longest,
-            )
-            // num_shards(entry),
-        )
-        for tp, entry in sorted(by_tp.items())
-    }
 
 
 def layer_params(stage_model: StageModel) -> float:
@@ -421,7 +397,7 @@ def estimate_profile(
         context_length=hydra.context_length,
         float8=hydra.float8 in ("tensorwise", "rowwise"),
     )
-    document["model"]["parameters"] = count_parameters(stage_model).to_json()
+    document["model"]["parameters"] = asdict(count_parameters(stage_model))
     document["model"]["unpriced"] = list(read_decoder(fields, family).unpriced)
     document["tp_sequence_parallel"] = stage_model.tp.cuts_micro_batches
     document["float8"] = hydra.float8

@@ -110,29 +110,16 @@ def run_profile(request: ProfileRequest, device: torch.device) -> dict[str, Any]
     dtype = DTYPES[
         request.dtype or ("fp32" if get_accelerator().device_name() == "cpu" else "bf16")
     ]
+    config = request.config
     stage_model, schemes = run_together(lambda: _prepare(request, dtype, device, num_ranks), device)
-    document = _profile_ranks(stage_model, schemes, request.config, device)
-    return dict(fit_memory(document, request.config).document)
-
-
-def _profile_ranks(
-    stage_model: StageModel,
-    schemes: Sequence[Scheme],
-    config: HydraConfig,
-    device: torch.device,
-) -> dict[str, Any]:
-    num_ranks = dist.get_world_size()
     strategies = [Strategy.alike(scheme, num_ranks) for scheme in schemes]
     strategies += side_by_side(schemes, num_ranks)
     config = config.model_copy(update={"tokens_per_iteration": num_ranks * config.context_length})
     config = overlap_where_safe(config, device)
-    propagator = Propagator(
-        stage_model,
-        device=device,
-        link_config=config.link,
-    )
+    propagator = Propagator(stage_model, device=device, link_config=config.link)
     with closing(propagator), naming_memory_limit(config.memory_limit_bytes):
-        return measure_profile(propagator, strategies, config)
+        document = measure_profile(propagator, strategies, config)
+    return dict(fit_memory(document, request.config).document)
 
 
 def _prepare(

@@ -13,14 +13,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.attention_choice import keeps_copies
-from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.memory import count_activation
 from ds_hydra.engine.profiling.profile_document import (
     ProbeMicroBatch,
     deeper_entry,
@@ -29,7 +26,6 @@ from ds_hydra.engine.profiling.profile_document import (
     describe_model,
     fit_memory,
     logit_chunk_bytes,
-    saturation,
     scheme_entry,
 )
 from ds_hydra.engine.profiling.rehearsal import (
@@ -49,7 +45,7 @@ from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share, ordered_share
-from ds_hydra.strategy.profiles.profile import read_key_value_share
+from ds_hydra.strategy.profiles.profile import read_key_value_share, saturation_by_tp
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +53,6 @@ _SHORT_TOKENS, _LONG_TOKENS = 512, 4096
 """Tokens of the micro-batches by which the memory of a token is measured."""
 _ROOM_SHARE = 0.5
 """Largest share of the free memory that the longer one is expected to take."""
-_LEAST_OF_COUNTED = 0.7
-"""Least share of a layer's counted activations that a profile has."""
 _PEAK_TOLERANCE = 0.05
 """Share by which an iteration's memory may exceed the profile's."""
 _FEWEST_PACKED = 8
@@ -121,13 +115,10 @@ def measure_profile(
         probed.get(scheme) or deeper_entry(scheme, probed[source], source)
         for scheme, source in probed_as.items()
     ]
-    document = {
-        **model,
-        "saturation_tokens": saturation([*probed.values()], config.context_length),
-        "schemes": entries,
-    }
-    rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], lengths_of)
+    document = {**model, "schemes": entries}
     profile = fit_memory(document, config)
+    document["saturation_tokens"] = saturation_by_tp(profile.latency, config.context_length)
+    rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], lengths_of)
     is_warm = not has_device_memory()  # a CPU's memory is the process's, which has run probes
     found = rehearse(propagator, rehearsed, profile, config, is_warm=is_warm)
     if has_device_memory():
@@ -287,8 +278,6 @@ def _measure_memory(
         share = activation_share(scheme, key_value_share)
         num_bytes -= ordered_share(scheme, ordered, heads) * stage_model.hidden_size
         a_layer = max(1e-6, num_bytes) / (share * stage_model.num_layers * stage_model.hidden_size)
-        if has_device:
-            a_layer = not_below_counted(a_layer, tp, stage_model, config)
         activation[str(tp)] = a_layer
     hosts = propagator.hosts
     hardware = describe_hardware(len(hosts.ranks_beside(propagator.rank)))
@@ -303,7 +292,7 @@ def _measure_memory(
             "ranks_per_core": find_ranks_per_core(hosts, propagator.device),
         },
         memory={
-            "activation_source": activation_source(),
+            "activation_source": "peak memory" if has_device else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
             "logit_chunk_bytes": logit_chunk_bytes(stage_model, propagator.device),
@@ -438,11 +427,6 @@ def has_device_memory() -> bool:
     return str(get_accelerator().device_name()) != "cpu"
 
 
-def activation_source() -> str:
-    """How `token_bytes` measures."""
-    return "peak memory" if has_device_memory() else "tensors kept for backward"
-
-
 def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
     """Bytes of activations that one more token of a micro-batch costs a rank, embedding and head
     included.
@@ -471,24 +455,6 @@ def _growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
     short = max(1, length // 2)
     grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
     return max(1.0, grown / max(1, length - short))
-
-
-def not_below_counted(
-    measured: float, tp: int, stage_model: StageModel, config: HydraConfig
-) -> float:
-    """`measured` activation bytes of TP degree `tp` as a profile has them. Where they are far below
-    the layer's counted ones, those are taken with a warning: something hid the growth of memory.
-    """
-    counted = count_activation(stage_model, tp, config)
-    if counted is None or measured >= _LEAST_OF_COUNTED * counted:
-        return measured
-    if dist.get_rank() == 0:
-        logger.warning(
-            "TP %d: a token was measured to take %.1f activation bytes per layer and hidden unit, and a layer keeps "
-            "%.1f: the profile says %.1f",
-            tp, measured, counted, counted,
-        )  # fmt: skip
-    return counted
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:

@@ -45,7 +45,7 @@ from ds_hydra.configs.files import (
     reading,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, saturation_tokens
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel, saturation_by_tp
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 HARDWARE_SCHEMA = "ds_hydra.hardware/1"
@@ -98,6 +98,9 @@ class Hardware:
     """Time of a layer and micro-batch that attention to pieces of sequences (CP) takes beyond that
     to whole ones.
     """
+    intra_node_latency_ms: float = 0.0
+    """Time of a message without bytes inside a node."""
+    inter_node_latency_ms: float = 0.0
     iteration_overhead_ms: float = 0.0
     """Time of the host in an iteration, beside passes and step."""
     host_rate: float = 0.0
@@ -120,6 +123,7 @@ class Hardware:
         """
         with reading(document, HARDWARE_SCHEMA, source):
             reached = read_object(document, "efficiency")
+            latency = read_object(document, "latency_s")
             peak = _read_rate(document, "peak_flops")
             memory_rate = _read_rate(document, "memory_bytes_per_s")
             inside = _read_rate(document, "intra_node_bytes_per_s")
@@ -145,6 +149,8 @@ class Hardware:
                 layer_overhead_ms=read_time(document, "layer_overhead_ms"),
                 collective_overhead_ms=read_time(document, "collective_overhead_ms"),
                 pieces_overhead_ms=read_time(optional, "pieces_overhead_ms"),
+                intra_node_latency_ms=1e3 * read_number(latency, "intra_node", least=0),
+                inter_node_latency_ms=1e3 * read_number(latency, "inter_node", least=0),
                 iteration_overhead_ms=read_time(optional, "iteration_overhead_ms"),
                 host_rate=_read_rate(document, host) * share["interconnect"]
                 if host in document
@@ -266,6 +272,12 @@ class ModelShape:
             attention_width=width,
             kept_width=active_size,
         )
+
+    @property
+    def num_params(self) -> float:
+        """Elements of all layers, of the embedding and of the head."""
+        tables = 2 * self.vocab_size * self.hidden_size
+        return self.num_layers * self.means.params + tables
 
     @property
     def kept_bytes(self) -> float:
@@ -506,12 +518,6 @@ def predict_profile(
         scheme: predict_latency(shape, hardware, scheme, expert_skew=expert_skew, float8=float8)
         for scheme in schemes
     }
-    saturation: dict[str, int] = {}
-    for scheme, model in sorted(
-        latency.items(), key=lambda item: (-item[0].num_shards, -item[0].pp)
-    ):
-        tokens = saturation_tokens(model, context_length) // scheme.num_shards
-        saturation[str(scheme.tp)] = max(1, tokens)
     return {
         "schema": PROFILE_SCHEMA,
         "estimated": True,
@@ -526,7 +532,7 @@ def predict_profile(
         },
         "model": {"name": name, **shape.to_json()},
         "memory": dict(memory),
-        "saturation_tokens": saturation,
+        "saturation_tokens": saturation_by_tp(latency, context_length),
         "schemes": [
             {**scheme.to_json(), **model.to_json()} for scheme, model in sorted(latency.items())
         ],

@@ -14,16 +14,13 @@ TP spans nodes this one may be above.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
-from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs import find_file
-from ds_hydra.configs.files import read_json_object, read_number, read_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
     Experts,
@@ -58,24 +55,15 @@ class Cluster:
     shape: ModelShape
     hardware: Hardware
     num_devices: int
-    intra_node_latency_ms: float
-    inter_node_latency_ms: float
     gradient_bytes: float = GRADIENT_BYTES
     """Bytes of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
 
     @property
-    def num_params(self) -> float:
-        """Elements of all layers, of the embedding and of the head."""
-        return self.shape.num_layers * self.shape.means.params + 2 * (
-            self.shape.vocab_size * self.shape.hidden_size
-        )
-
-    @property
     def step_ms(self) -> float:
         """Time of the optimizer on the shard of one rank."""
-        shard = self.num_params / self.num_devices
+        shard = self.shape.num_params / self.num_devices
         return 1e3 * shard * _STEP_BYTES / self.hardware.memory_rate
 
     @property
@@ -102,7 +90,7 @@ class Cluster:
         layers = self.shape.num_layers
         widest = (
             max(self._held_share(s) * _widest_slice(s, layers) for s in set(strategy.schemes))
-            * self.num_params
+            * self.shape.num_params
         )
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
@@ -116,7 +104,7 @@ class Cluster:
 
     def _held_share(self, scheme: Scheme) -> float:
         """Share of the model that TP ranks hold where ranks share its experts, whole ones."""
-        experts = self.shape.num_layers * self.shape.means.expert_params / self.num_params
+        experts = self.shape.num_layers * self.shape.means.expert_params / self.shape.num_params
         return 1 - experts * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
     @property
@@ -132,9 +120,9 @@ class Cluster:
         nodes.
         """
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
-        held = self._held_share(scheme) * self.num_params
+        held = self._held_share(scheme) * self.shape.num_params
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
-        outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
+        outside = self.shape.num_params * (1 - self._ranks_per_node / self.num_devices)
         if scheme.hpz and scheme.tp < self._ranks_per_node:
             outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
@@ -150,17 +138,18 @@ class Cluster:
         nodes = _slices_of_nodes(strategy, node_size, self.shape.num_layers)
         num_holders = len(strategy.schemes) * strategy.schemes[0].num_shards
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
-                                 is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
+                                 is_fully_sharded) for slices in nodes) * self.shape.num_params  # fmt: skip
 
     def hop_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
         """One activation from a stage to the next; ranks of a node share its interconnect to the
         next node.
         """
         is_inside = scheme.num_devices <= self.hardware.devices_per_node
-        latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
-        rate = self.hardware.group_rate(scheme.num_devices, is_shared=True)
+        hardware = self.hardware
+        latency_ms = hardware.intra_node_latency_ms if is_inside else hardware.inter_node_latency_ms
+        rate = hardware.group_rate(scheme.num_devices, is_shared=True)
         tokens = 1e3 * micro_batch_tokens / scheme.num_shards
-        return latency + tokens * self.shape.hidden_size * _PARAM_BYTES / rate
+        return latency_ms + tokens * self.shape.hidden_size * _PARAM_BYTES / rate
 
 
 Slice = tuple[int, int, float, float]
@@ -253,25 +242,13 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
     known, or a profile that does not describe its model.
     """
     if hardware is not None:
-        document: Mapping[str, Any] = read_json_object(find_file("hardware", hardware))
+        described = Hardware.load(hardware)
     else:
-        found = find_shipped_hardware(profile.document["hardware"].get("name"))
-        if found is None:
+        document = find_shipped_hardware(profile.document["hardware"].get("name"))
+        if document is None:
             return None
-        document = found
-    try:
-        latency = read_object(document, "latency_s")
-        return Cluster(
-            shape=model_shape(profile),
-            hardware=Hardware.from_json(document, source=hardware or str(document["name"])),
-            num_devices=num_devices,
-            intra_node_latency_ms=1e3 * read_number(latency, "intra_node", least=0),
-            inter_node_latency_ms=1e3 * read_number(latency, "inter_node", least=0),
-        )
-    except (KeyError, TypeError) as error:
-        raise HydraConfigError(
-            f"hardware {document.get('name')!r}: latency_s needs the numbers intra_node and inter_node ({error!r})"
-        ) from error
+        described = Hardware.from_json(document, source=document["name"])
+    return Cluster(shape=model_shape(profile), hardware=described, num_devices=num_devices)
 
 
 def model_shape(profile: Profile) -> ModelShape:

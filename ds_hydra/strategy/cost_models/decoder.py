@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from ds_hydra.configs.files import check_count, check_number, read_number
@@ -164,10 +164,6 @@ class ModelSize:
         )
         return f"{_billions(self.total)} parameters{active}, {_billions(self.tables)} in embedding and head"
 
-    def to_json(self) -> dict[str, float]:
-        """The fields by name."""
-        return asdict(self)
-
 
 def _billions(params: float) -> str:
     return f"{params / 1e9:.2f} billion" if params >= 1e8 else f"{params / 1e6:.2f} million"
@@ -183,11 +179,10 @@ def find_size(profile: Profile) -> ModelSize | None:
         shape = model_shape(profile)
     except HydraConfigError:
         return None
-    tables, means = 2.0 * shape.vocab_size * shape.hidden_size, shape.means
-    total, active = (
-        shape.num_layers * params + tables for params in (means.params, means.active_params)
+    tables, active = 2.0 * shape.vocab_size * shape.hidden_size, shape.means.active_params
+    return ModelSize(
+        total=shape.num_params, active=shape.num_layers * active + tables, tables=tables
     )
-    return ModelSize(total=total, active=active, tables=tables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,16 +226,10 @@ class Decoder:
     @property
     def means(self) -> LayerMeans:
         """Means over the layers."""
-        number = len(self.layers)
-        return LayerMeans(
-            params=sum(x.params for x in self.layers) / number,
-            active_params=sum(x.active_params for x in self.layers) / number,
-            expert_params=sum(x.expert_params for x in self.layers) / number,
-            attention_width=sum(x.attention_width for x in self.layers) / number,
-            state_params=sum(x.state_params for x in self.layers) / number,
-            kept_width=sum(x.kept_width for x in self.layers) / number,
-            mixer_share=sum(x.mixer_params > 0 for x in self.layers) / number,
-        )
+        number, mixers = len(self.layers), sum(x.mixer_params > 0 for x in self.layers)
+        names = (name for name in LayerMeans.__slots__ if name != "mixer_share")
+        means = {name: sum(getattr(x, name) for x in self.layers) / number for name in names}
+        return LayerMeans(mixer_share=mixers / number, **means)
 
     @property
     def size(self) -> ModelSize:
@@ -250,7 +239,7 @@ class Decoder:
 
 def read_decoder(config: Mapping[str, Any], source: str) -> Decoder:
     """The decoder that a config.json describes; raises HydraConfigError where it lacks a size."""
-    fields = _Fields(config, source)
+    fields = Fields(config, source)
     kinds, unpriced = _layer_kinds(fields)
     sparse = layers_with_experts(config, len(kinds))
     windows: Sequence[int | None]
@@ -282,7 +271,7 @@ def read_decoder(config: Mapping[str, Any], source: str) -> Decoder:
     )
 
 
-class _Fields:
+class Fields:
     """The fields of a config.json, by any of their names."""
 
     def __init__(self, config: Mapping[str, Any], source: str):
@@ -300,8 +289,9 @@ class _Fields:
             if value is not None:
                 return check_count(value, f"{self.source}: {name}", least=least, most=1 << 32)
         if default is None:
+            inner = "; its text_config may be one" if "text_config" in self.config else ""
             raise HydraConfigError(
-                f"{self.source}: {self.family} has no {names[0]}, so it cannot be described"
+                f"{self.source}: {self.family} has no {names[0]}, so it cannot be described{inner}"
             )
         return default
 
@@ -314,7 +304,7 @@ class _Fields:
         return self.has(*(_MAMBA_KEYS if kind == _BOTH else _STATE_KEYS))
 
 
-def _read_layer(fields: _Fields, kind: str, is_sparse: bool, window: int | None) -> DecoderLayer:
+def _read_layer(fields: Fields, kind: str, is_sparse: bool, window: int | None) -> DecoderLayer:
     kind = _SAME.get(kind, kind)
     parts: dict[str, float] = {}
     if kind in (_LINEAR, _BOTH) and fields.knows_states(kind):
@@ -334,7 +324,7 @@ def _read_layer(fields: _Fields, kind: str, is_sparse: bool, window: int | None)
     return DecoderLayer(**parts, window=window)
 
 
-def _attention(fields: _Fields) -> dict[str, float]:
+def _attention(fields: Fields) -> dict[str, float]:
     heads = fields.count("num_attention_heads", least=1)
     shared = key_value_heads(fields.config, heads, fields.source)
     head = fields.count("head_dim", "attention_head_dim", default=fields.hidden // heads)
@@ -357,7 +347,7 @@ def key_value_heads(config: Mapping[str, Any], heads: int, source: str) -> int:
     return check_count(given, f"{source}: num_key_value_heads", least=1, most=heads)
 
 
-def _latent(fields: _Fields) -> dict[str, float]:
+def _latent(fields: Fields) -> dict[str, float]:
     hidden, heads = fields.hidden, fields.count("num_attention_heads", least=1)
     rank, rotary = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", default=0)
     plain = fields.count("qk_nope_head_dim", "head_dim", default=hidden // heads)
@@ -373,7 +363,7 @@ def _latent(fields: _Fields) -> dict[str, float]:
     }
 
 
-def _linear_mixer(fields: _Fields) -> dict[str, float]:
+def _linear_mixer(fields: Fields) -> dict[str, float]:
     """Sizes of a part that mixes tokens by a state, by the keys of its families."""
     hidden = fields.hidden
     if fields.has("linear_num_value_heads"):
@@ -413,7 +403,7 @@ def _linear_mixer(fields: _Fields) -> dict[str, float]:
     return {"mixer_params": matrices, "state_params": 2 * inner * state}
 
 
-def _mlp(fields: _Fields) -> dict[str, float]:
+def _mlp(fields: Fields) -> dict[str, float]:
     size = fields.count("intermediate_size_mlp", default=0)
     size = size or fields.count(*_MLP_SIZE, default=4 * fields.hidden)
     if fields.config.get("block_auto_adjust_ff_dim"):
@@ -426,12 +416,12 @@ def _mlp(fields: _Fields) -> dict[str, float]:
     return _of_size(fields, size)
 
 
-def _of_size(fields: _Fields, size: int) -> dict[str, float]:
+def _of_size(fields: Fields, size: int) -> dict[str, float]:
     matrices, kept = (2, size / 2) if fields.family in UNGATED else (3, size)
     return {"mlp_params": matrices * fields.hidden * size, "kept_width": kept}
 
 
-def _experts(fields: _Fields) -> dict[str, float]:
+def _experts(fields: Fields) -> dict[str, float]:
     num, chosen = count_experts(fields.config, fields.source)
     size = fields.count(*_EXPERT_SIZE)
     each, shared = _of_size(fields, size), _of_size(fields, shared_expert_size(fields.config))
@@ -519,11 +509,11 @@ def count_layers(config: Mapping[str, Any], source: str) -> int:
     """Layers of the decoder; some families say them by the list of their kinds alone."""
     if config.get("num_hidden_layers") is None and (kinds := find_layer_kinds(config)):
         return len(kinds)
-    number = _Fields(config, source).count("num_hidden_layers", least=1)
+    number = Fields(config, source).count("num_hidden_layers", least=1)
     return check_count(number, f"{source}: num_hidden_layers", most=_MOST_LAYERS)
 
 
-def _layer_kinds(fields: _Fields) -> tuple[list[str], list[str]]:
+def _layer_kinds(fields: Fields) -> tuple[list[str], list[str]]:
     """The kind of each layer, and which of them are not known here."""
     config = fields.config
     number = count_layers(config, fields.source)
@@ -549,7 +539,7 @@ def _layer_kinds(fields: _Fields) -> tuple[list[str], list[str]]:
     return kinds, [f"{what} are counted as attention" for what in found]
 
 
-def _unknown_kinds(fields: _Fields, kinds: Sequence[str]) -> set[str]:
+def _unknown_kinds(fields: Fields, kinds: Sequence[str]) -> set[str]:
     unknown = {kind for kind in kinds if _SAME.get(kind, kind) not in _KINDS}
     states = {kind for kind in kinds if _SAME.get(kind, kind) in (_LINEAR, _BOTH)}
     return unknown | {kind for kind in states if not fields.knows_states(_SAME.get(kind, kind))}
@@ -561,7 +551,7 @@ def _other_mixers(config: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _find_windows(fields: _Fields, kinds: Sequence[str]) -> list[int | None]:
+def _find_windows(fields: Fields, kinds: Sequence[str]) -> list[int | None]:
     """The window of each layer, None for all tokens; raises HydraConfigError where it is not known
     which tokens a layer sees.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def estimate_from_config(
     document["float8"] = "rowwise" if float8 else None
     document["tp_sequence_parallel"] = True
     document["model"]["flops"] = ModelFlops.of_decoder(decoder).to_json()
-    document["model"]["parameters"] = decoder.size.to_json()
+    document["model"]["parameters"] = asdict(decoder.size)
     document["model"]["num_attention_heads"] = heads
     document["model"]["num_key_value_heads"] = round(heads * shape.key_value_share)
     reached = described["efficiency"]

@@ -26,7 +26,6 @@ import numpy as np
 
 from ds_hydra.configs.files import (
     LARGEST,
-    check_count,
     check_object,
     read_count,
     read_list,
@@ -38,9 +37,9 @@ from ds_hydra.strategy.cost_models.analytic import Experts, ModelShape, find_shi
 from ds_hydra.strategy.cost_models.cluster import model_shape
 from ds_hydra.strategy.cost_models.decoder import (
     Decoder,
+    Fields,
     count_experts,
     expert_size,
-    find_layer_kinds,
     first_count,
     key_value_heads,
     layers_with_experts,
@@ -66,28 +65,21 @@ def describe_config(config: Mapping[str, Any], source: str) -> tuple[ModelShape,
     family = config.get("model_type", "the model")
     if config.get("is_encoder_decoder"):
         raise HydraConfigError(f"{source}: {family} has an encoder; ds_hydra trains decoders alone")
-    wanted = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
-    missing = [name for name in wanted if config.get(name) is None]
-    if find_layer_kinds(config):
-        missing = [name for name in missing if name != "num_hidden_layers"]
-    if missing:
-        inner = "; its text_config may be one" if "text_config" in config else ""
-        raise HydraConfigError(
-            f"{source}: {family} has no {', '.join(missing)}, so it cannot be described{inner}"
-        )
-    heads = check_count(config["num_attention_heads"], f"{source}: num_attention_heads", least=1)
+    fields = Fields(config, source)
+    heads = fields.count("num_attention_heads", least=1)
     decoder = read_decoder(config, source)
     means = decoder.means
     experts = find_experts(config, len(decoder.layers), source)
     size = first_count(config, ("intermediate_size", "moe_intermediate_size"))
-    hidden = config["hidden_size"]
     by_sizes = ModelShape(
         num_layers=len(decoder.layers),
-        hidden_size=hidden,
-        intermediate_size=size or 4 * hidden,
+        hidden_size=fields.hidden,
+        intermediate_size=size or 4 * fields.hidden,
         vocab_size=config["vocab_size"],
         key_value_share=key_value_heads(config, heads, source) / heads,
-        attention_width=0 if means.attention_width == hidden else round(means.attention_width),
+        attention_width=0
+        if means.attention_width == fields.hidden
+        else round(means.attention_width),
         norms_heads=family.removesuffix("_text") in _NORM_HEADS,
         experts=experts,
     )

@@ -12,9 +12,6 @@ from itertools import pairwise
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, stage_layers
 
-_LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
-"""Beyond these a profile is damaged, and arithmetic on it would overflow."""
-
 OPTIMIZER_BYTES = 4 + 8 + 4
 """Bytes per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes
 4 more for one sub-group at a time, when activations are gone.
@@ -187,45 +184,6 @@ class MemoryModel:
     host_bytes: float = math.inf
     """Memory of the host that a rank may fill with what layers offload."""
     forward_only: bool = False
-
-    def __post_init__(self) -> None:
-        counts = (self.num_layers, self.hidden_size, self.vocab_size)
-        is_whole = all(type(count) is int and count <= _LARGEST_COUNT for count in counts)
-        if not is_whole or min(self.num_layers, self.hidden_size) < 1 or self.vocab_size < 0:
-            raise HydraConfigError(
-                f"num_layers, hidden_size and vocab_size are {counts}, expected counts from 1 up"
-            )
-        sizes = (self.memory_bytes, self.reserved_bytes, self.safety_margin_bytes, self.state_bytes)
-        if not all(0 <= size <= _LARGEST_BYTES for size in sizes):
-            raise HydraConfigError(
-                f"bytes of memory, reserve, margin and states are {sizes}, expected 0 or more"
-            )
-        if not all(1e-6 <= size <= _LARGEST_COUNT for size in self.activation_bytes.values()):
-            raise HydraConfigError(
-                f"activation bytes are {dict(self.activation_bytes)}, expected 1e-6 or more"
-            )
-        if type(self.tp_sequence_parallel) is not bool:
-            raise HydraConfigError(
-                f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
-            )
-        if not 0 < self.key_value_share <= 1:
-            raise HydraConfigError(
-                f"key-value heads a query head are {self.key_value_share}, expected above 0 to 1"
-            )
-        if not 0 <= self.expert_fraction < 1:
-            raise HydraConfigError(
-                f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
-            )
-        for what, value, least, most, wanted in (
-            ("devices_per_node is", self.devices_per_node, 1, _LARGEST_COUNT, "1 or more"),
-            ("exchange bytes are", self.exchange_bytes, 0, _LARGEST_BYTES, "0 or more"),
-            ("slice bytes are", self.slice_bytes, 0, _LARGEST_COUNT, "0 or more"),
-            ("input bytes are", self.input_bytes, 0, _LARGEST_COUNT, "0 or more"),
-            ("sharded_fraction is", self.sharded_fraction, 0, 1, "0 to 1"),
-            ("vocabulary_tables is", self.vocabulary_tables, 0, _LARGEST_COUNT, "0 or more"),
-        ):
-            if not least <= value <= most:
-                raise HydraConfigError(f"{what} {value}, expected {wanted}")
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it has the memory of `scheme`."""

@@ -14,10 +14,9 @@ account: 16-bit shards and slices, fp32 master, moments and gradients.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -48,21 +47,24 @@ from ds_hydra.strategy.schemes.scheme import (
     slowest_stage_ratios,
 )
 
-logger = logging.getLogger(__name__)
-
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
 
+_LARGEST_COUNT = 1 << 32
+"""Beyond this a count, or bytes of a number, are damaged, and arithmetic would overflow."""
+
 _OPTIONAL_MEMORY = {
-    "slice_bytes_per_layer_per_hidden2": 0,
-    "input_bytes_per_token_per_layer_per_hidden": 0,
-    "exchange_bytes": 0,
-    "expert_fraction": 0,
-    "vocabulary_tables": 0,
-    "ordered_multiprocessors": 0,
-    "logit_chunk_bytes": 0,
+    "slice_bytes": ("slice_bytes_per_layer_per_hidden2", _LARGEST_COUNT),
+    "input_bytes": ("input_bytes_per_token_per_layer_per_hidden", _LARGEST_COUNT),
+    "exchange_bytes": ("exchange_bytes", LARGEST),
+    "expert_fraction": ("expert_fraction", 1),
+    "vocabulary_tables": ("vocabulary_tables", _LARGEST_COUNT),
+    "ordered_multiprocessors": ("ordered_multiprocessors", _LARGEST_COUNT),
+    "logit_chunk_bytes": ("logit_chunk_bytes", LARGEST),
 }
-"""Values of a profile that does not say them."""
+"""Fields of the memory model that a profile may leave out: keys and largest values, which are 0
+where it does.
+"""
 
 _VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
@@ -123,20 +125,6 @@ class LatencyModel:
         hidden_ms = np.where(tokens > WHOLE_TOKENS, self.hidden_ms, 0.0)
         attention = np.maximum(self.quadratic_ms * tokens, self.exchange_ms + hidden_ms)
         return np.array((attention + self.linear_ms) * tokens, dtype=np.float64)
-
-    def __post_init__(self) -> None:
-        terms = (self.quadratic_ms, self.linear_ms, self.constant_ms)
-        if not all(0 <= term <= LARGEST for term in terms) or not any(terms):
-            raise HydraConfigError(
-                f"latency coefficients {terms} of l^2, l and 1: none may be negative, NaN or above "
-                f"{LARGEST:g}, and one must be above 0; fit them again without the measurements that are"
-            )
-        for name in _OPTIONAL:
-            ms = getattr(self, name)
-            if not 0 <= ms <= LARGEST:
-                raise HydraConfigError(
-                    f"{name} of a scheme is {ms}, expected 0 (nothing that computation does not hide) to {LARGEST:g}"
-                )
 
     def micro_batch_ms(self, lengths_tokens: Iterable[int]) -> float:
         """Time of one stage for one packed micro-batch; 0.0 for a micro-batch without sequences."""
@@ -288,16 +276,6 @@ class Profile:
         memory = replace(self.memory, forward_only=holds_longer)
         return replace(self, latency=latency, memory=memory)
 
-    def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
-        """This profile with the coefficients of `latency` in place of its own, in the document as
-        well.
-        """
-        entries = []
-        for entry in self.document["schemes"]:
-            model = latency.get(Scheme.from_json(entry))
-            entries.append(dict(entry) if model is None else {**entry, **asdict(model)})
-        return Profile.from_json({**self.document, "schemes": entries})
-
     @property
     def is_checkpointed(self) -> bool:
         """Whether all layers of the measured model are checkpointed."""
@@ -370,7 +348,7 @@ class Profile:
         with reading(document, PROFILE_SCHEMA, source):
             hardware = {"devices_per_node": 8, "host_bytes": 0, **read_object(document, "hardware")}
             model = read_object(document, "model")
-            memory = {**_OPTIONAL_MEMORY, **read_object(document, "memory")}
+            memory = read_object(document, "memory")
             per_tp = read_object(memory, "activation_bytes_per_token_per_layer_per_hidden")
             saturation = read_object({"saturation_tokens": {}, **document}, "saturation_tokens")
             _check_model(model)
@@ -379,30 +357,37 @@ class Profile:
                     f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which gathered layers "
                     "replace; measure the profile anew, with schemes such as <1,1;gather> in hydra.strategies"
                 )
+            optional: dict[str, Any] = {
+                name: check_number(memory.get(key, 0), key, most=most)
+                for name, (key, most) in _OPTIONAL_MEMORY.items()
+            }
             known = MemoryModel(
-                num_layers=model["num_layers"],
-                hidden_size=model["hidden_size"],
-                vocab_size=model["vocab_size"],
-                activation_bytes={int(tp): read_number(per_tp, tp) for tp in per_tp},
-                state_bytes=read_number(memory, "state_bytes_per_layer_per_hidden2"),
-                sharded_fraction=read_number(memory, "sharded_fraction"),
-                memory_bytes=int(read_number(hardware, "memory_bytes")),
-                reserved_bytes=int(read_number(hardware, "reserved_bytes")),
-                safety_margin_bytes=int(read_number(hardware, "safety_margin_bytes")),
-                slice_bytes=read_number(memory, "slice_bytes_per_layer_per_hidden2"),
-                input_bytes=read_number(memory, "input_bytes_per_token_per_layer_per_hidden"),
+                num_layers=read_count(model, "num_layers", least=1, most=_LARGEST_COUNT),
+                hidden_size=read_count(model, "hidden_size", least=1, most=_LARGEST_COUNT),
+                vocab_size=read_count(model, "vocab_size", most=_LARGEST_COUNT),
+                activation_bytes={
+                    int(tp): read_number(per_tp, tp, least=1e-6, most=_LARGEST_COUNT)
+                    for tp in per_tp
+                },
+                state_bytes=read_number(memory, "state_bytes_per_layer_per_hidden2", least=0),
+                sharded_fraction=read_number(memory, "sharded_fraction", least=0, most=1),
+                memory_bytes=int(read_number(hardware, "memory_bytes", least=0)),
+                reserved_bytes=int(read_number(hardware, "reserved_bytes", least=0)),
+                safety_margin_bytes=int(read_number(hardware, "safety_margin_bytes", least=0)),
                 tp_sequence_parallel=document.get("tp_sequence_parallel", False),
-                devices_per_node=read_count(hardware, "devices_per_node", most=MAX_DEVICES),
-                exchange_bytes=read_number(memory, "exchange_bytes"),
+                devices_per_node=read_count(
+                    hardware, "devices_per_node", least=1, most=MAX_DEVICES
+                ),
                 key_value_share=read_key_value_share(model),
-                expert_fraction=read_number(memory, "expert_fraction"),
-                vocabulary_tables=read_number(memory, "vocabulary_tables"),
-                ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
                 num_heads=model.get("num_attention_heads") or 0,
                 attention_width=_read_attention_width(model),
-                logit_chunk_bytes=read_number(memory, "logit_chunk_bytes"),
-                host_bytes=read_number(hardware, "host_bytes") or inf,
+                host_bytes=read_number(hardware, "host_bytes", least=0) or inf,
+                **optional,
             )
+            if type(known.tp_sequence_parallel) is not bool:
+                raise HydraConfigError(
+                    f"tp_sequence_parallel is {known.tp_sequence_parallel!r:.80}, expected true or false"
+                )
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
                 latency={
@@ -421,66 +406,43 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Return the profile in the JSON file `path`; warn of fits that contradict each other."""
-        found = cls.from_json(read_json_object(path), source=str(path))
-        for doubt in tp_doubts(found.latency):
-            logger.warning("%s: %s; measure both anew", path, doubt)
-        return found
-
-
-_CHECKED_LENGTHS = tuple(1024 << k for k in range(6))
-_DOUBTED_SHARE = 0.03
-"""Device time that TP may save, as far as measurements scatter."""
-
-
-def tp_doubts(latency: Mapping[Scheme, LatencyModel]) -> list[str]:
-    """Return a line for each scheme that takes less device time than the next one with fewer TP
-    ranks, which computes the same and communicates less.
-    """
-
-    def device_ms(scheme: Scheme, length: int) -> float:
-        return scheme.num_devices * latency[scheme].micro_batch_ms([length])
-
-    doubts = []
-    plain = sorted((s for s in latency if s.is_plain), key=lambda s: (s.pp, s.tp))
-    for narrow, wide in pairwise(plain):
-        ratios = {n: device_ms(wide, n) / device_ms(narrow, n) for n in _CHECKED_LENGTHS}
-        less = {n: ratio for n, ratio in ratios.items() if ratio < 1 - _DOUBTED_SHARE}
-        if less and wide.pp == narrow.pp:
-            doubts.append(
-                f"{wide} takes {min(less.values()):.2f} of the device time of {narrow} at least, at "
-                f"{', '.join(f'{n:,}' for n in less)} tokens, although TP communicates"
-            )
-    return doubts
+        """The profile in the JSON file `path`."""
+        return cls.from_json(read_json_object(path), source=str(path))
 
 
 def _read_latency(entry: Mapping[str, Any]) -> LatencyModel:
     given = {**dict.fromkeys(_OPTIONAL, 0), **entry}
-    return LatencyModel(**{f.name: read_number(given, f.name) for f in fields(LatencyModel)})
-
-
-_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    found = LatencyModel(
+        **{f.name: read_number(given, f.name, least=0) for f in fields(LatencyModel)}
+    )
+    if not (found.quadratic_ms or found.linear_ms or found.constant_ms):
+        raise HydraConfigError(
+            f"all latency coefficients of {Scheme.from_json(entry)} are 0, expected one above 0; measure it anew"
+        )
+    return found
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
     """Raise HydraConfigError for what `model` says besides the sizes of the memory model, if it is
     of another kind; what is null is not said.
     """
-    for key in _SIZES:
-        if model.get(key) is not None:
-            read_count(model, key, least=1, most=1 << 32)
-    if model.get("attention_width") is not None:
-        read_count(model, "attention_width", most=1 << 32)
-    for key in ("layer", "parameters"):
-        if model.get(key) is not None:
-            read_object(model, key)
+    model = {key: value for key, value in model.items() if value is not None}
+    for key in {"intermediate_size", "num_attention_heads"} & model.keys():
+        read_count(model, key, least=1, most=_LARGEST_COUNT)
+    if "num_key_value_heads" in model:
+        heads = model.get("num_attention_heads", _LARGEST_COUNT)
+        read_count(model, "num_key_value_heads", least=1, most=heads)
+    if "attention_width" in model:
+        read_count(model, "attention_width", most=_LARGEST_COUNT)
+    for key in {"layer", "parameters"} & model.keys():
+        read_object(model, key)
     if not model.get("experts"):
         return
     experts = {"shared_size": 0, "layer_share": 1.0, **read_object(model, "experts")}
     num = read_count(experts, "num", least=1, most=1 << 20)
     read_count(experts, "chosen", least=1, most=num)
     for key in ("size", "shared_size"):
-        read_count(experts, key, most=1 << 32)
+        read_count(experts, key, most=_LARGEST_COUNT)
     read_number(experts, "layer_share", least=0, most=1)
 
 
@@ -498,12 +460,7 @@ def read_key_value_share(model: Mapping[str, Any]) -> float:
 
 def _read_ratio(hardware: Mapping[str, Any], key: str) -> float | None:
     value = hardware.get(key)
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 1 <= value < inf:
-        raise HydraConfigError(f"hardware.{key} is {value!r}; it must be a number of at least 1")
-    return float(value)
+    return None if value is None else check_number(value, f"hardware.{key}", least=1)
 
 
 def has_removed_schemes(document: Mapping[str, Any]) -> bool:
@@ -617,6 +574,17 @@ def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:
     times = model.quadratic_ms * lengths**2 + model.linear_ms * lengths + model.constant_ms
     rates = lengths / np.maximum(times, 1e-12)
     return int(lengths[np.argmax(rates >= _SATURATION * rates.max())])
+
+
+def saturation_by_tp(latency: Mapping[Scheme, LatencyModel], longest_tokens: int) -> dict[str, int]:
+    """UtilLen per TP degree, from its smallest SP, CP and PP; of the piece of a micro-batch that
+    one rank has under them.
+    """
+    found = {}
+    for scheme in sorted(latency, key=lambda s: (-s.num_shards, -s.pp)):
+        tokens = saturation_tokens(latency[scheme], longest_tokens) // scheme.num_shards
+        found[str(scheme.tp)] = max(1, tokens)
+    return found
 
 
 EXCHANGE_BUFFERS = 4
