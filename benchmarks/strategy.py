@@ -37,7 +37,7 @@ from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import World
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
-from ds_hydra.strategy.schemes.enumeration import enumerate_strategies
+from ds_hydra.strategy.schemes.enumeration import full_strategies
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -93,7 +93,7 @@ def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]
             num_devices=8, context_length=CONTEXT, tokens_per_iteration=tokens, num_batches=16
         ),
     )  # fmt: skip
-    every = enumerate_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, max_distinct=4)
+    every = full_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, 1 << 20)
     times: dict[str, list[float]] = {"proposed": [], "every": []}
     for index, drawn in enumerate(lengths.draw_batches(tokens, num_batches, seed=1234)):
         batch = GlobalBatch.of_lengths(drawn.tolist(), index)

@@ -36,7 +36,7 @@ from ds_hydra.strategy.profiles.profile import load_profile, with_engine_layers
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.proposal.space import unpruned_schemes
-from ds_hydra.strategy.schemes.enumeration import enumerate_strategies, strategies_from_json
+from ds_hydra.strategy.schemes.enumeration import full_strategies, strategies_from_json
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
@@ -84,7 +84,7 @@ def proposal(github):
 
 def test_set_is_within_two_percent_of_all_strategies_on_new_batches(proposal, github):
     profile = flat_profile("a800_llama2_7b")
-    every = enumerate_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, max_distinct=4)
+    every = full_strategies(usable_schemes(World.of(profile, None, 8, 1)), 8, 1 << 20)
     times = {"proposed": [], "every": []}
     for lengths in github.limit(CONTEXT).draw_batches(TOKENS, 12, seed=99):
         batch = make_batch(lengths.tolist())

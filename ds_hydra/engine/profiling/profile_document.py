@@ -102,33 +102,6 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
     }
 
 
-def describe_measured(
-    stage_model: StageModel,
-    config: HydraConfig,
-    *,
-    source: str,
-    hardware: Mapping[str, Any],
-    memory: Mapping[str, Any],
-) -> dict[str, Any]:
-    """A measured profile without its schemes: of what, on what, how its layers ran, and what they
-    keep (`memory`, beside the states).
-    """
-    return {
-        "schema": PROFILE_SCHEMA,
-        "source": source,
-        "hardware": hardware,
-        "model": describe_model(stage_model),
-        "dtype": dtype_of(stage_model),
-        "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
-        "activation_checkpointing": config.activation_checkpointing,
-        "compile_layers": config.compile_layers,
-        "deterministic": config.deterministic,
-        "float8": config.float8,
-        "offload_optimizer": stage_model.offloads_optimizer,
-        "memory": {**memory, **state_memory(stage_model)},
-    }
-
-
 def describe_model(stage_model: StageModel) -> dict[str, Any]:
     """The profile's "model" section."""
     config, experts = stage_model.config, _find_experts(stage_model)

@@ -22,11 +22,12 @@ from ds_hydra.engine.profiling.profile_document import (
     ProbeMicroBatch,
     deeper_entry,
     describe_hardware,
-    describe_measured,
     describe_model,
+    dtype_of,
     fit_memory,
     logit_chunk_bytes,
     scheme_entry,
+    state_memory,
 )
 from ds_hydra.engine.profiling.rehearsal import (
     at_rehearsed_level,
@@ -45,7 +46,11 @@ from ds_hydra.sampler.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share, ordered_share
-from ds_hydra.strategy.profiles.profile import read_key_value_share, saturation_by_tp
+from ds_hydra.strategy.profiles.profile import (
+    PROFILE_SCHEMA,
+    read_key_value_share,
+    saturation_by_tp,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -281,24 +286,33 @@ def _measure_memory(
         activation[str(tp)] = a_layer
     hosts = propagator.hosts
     hardware = describe_hardware(len(hosts.ranks_beside(propagator.rank)))
-    document = describe_measured(
-        stage_model,
-        config,
-        source=f"measured on {propagator.num_ranks} ranks",
-        hardware={
+    document = {
+        "schema": PROFILE_SCHEMA,
+        "source": f"measured on {propagator.num_ranks} ranks",
+        "hardware": {
             **hardware,
             **(_reserved(propagator, hardware) if has_device else {}),
             "devices_per_node": propagator.links.devices_per_node,
             "ranks_per_core": find_ranks_per_core(hosts, propagator.device),
         },
-        memory={
+        "model": model,
+        "dtype": dtype_of(stage_model),
+        "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
+        "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
+        "deterministic": config.deterministic,
+        "float8": config.float8,
+        "offload_optimizer": stage_model.offloads_optimizer,
+        "memory": {
             "activation_source": "peak memory" if has_device else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             "ordered_multiprocessors": ordered,
             "logit_chunk_bytes": logit_chunk_bytes(stage_model, propagator.device),
+            **state_memory(stage_model),
         },
-    )
-    return _agree_on_memory(propagator, {**document, "schemes": []})
+        "schemes": [],
+    }
+    return _agree_on_memory(propagator, document)
 
 
 def _agree_on_memory(propagator: Propagator, document: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ devices, those one step away from a given one), and those that a `ds_hydra.strat
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from math import lcm
@@ -86,29 +86,23 @@ def fitting_schemes(
     return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp, s.sp, s.cp)))
 
 
-def enumerate_strategies(
-    schemes: Iterable[Scheme], num_devices: int, *, max_distinct: int = 2
-) -> tuple[Strategy, ...]:
-    """All strategies of at most `max_distinct` different `schemes` that use every device.
+def enumerate_strategies(schemes: Iterable[Scheme], num_devices: int) -> tuple[Strategy, ...]:
+    """All strategies of one of `schemes`, or two, that use every device.
 
     >>> [str(s) for s in enumerate_strategies([Scheme(1, 1), Scheme(2, 1)], 4)]
     ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
     """
     ordered = sorted(set(schemes), key=lambda s: (s.num_devices, s.pp))
-
-    def fill(first: int, free: int, distinct: int) -> Iterator[tuple[Scheme, ...]]:
-        if free == 0:
-            yield ()
-            return
-        if distinct == 0:
-            return
-        for index in range(first, len(ordered)):
-            scheme = ordered[index]
-            for count in range(free // scheme.num_devices, 0, -1):
-                for rest in fill(index + 1, free - count * scheme.num_devices, distinct - 1):
-                    yield (scheme,) * count + rest
-
-    return tuple(dict.fromkeys(Strategy(found) for found in fill(0, num_devices, max_distinct)))
+    found: dict[Strategy, None] = {}
+    for number, scheme in enumerate(ordered, start=1):
+        for count in range(num_devices // scheme.num_devices, 0, -1):
+            own, free = (scheme,) * count, num_devices - count * scheme.num_devices
+            if not free:
+                found.setdefault(Strategy(own))
+            for other in ordered[number:] if free else ():
+                if free % other.num_devices == 0:
+                    found.setdefault(Strategy(own + (other,) * (free // other.num_devices)))
+    return tuple(found)
 
 
 def strategies_from_json(

@@ -297,11 +297,6 @@ class Role:
         return self.sp_rank * self.scheme.tp + self.tp_rank
 
     @property
-    def ep_rank(self) -> int:
-        """Number of the part of a layer's experts that the rank has."""
-        return self.ep_place % self.scheme.ep
-
-    @property
     def previous_rank(self) -> int | None:
         """The rank of the stage before that sends to this one; None in the first."""
         return self.rank - self.scheme.ranks_per_stage if self.stage > 0 else None

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any
 
-from ds_hydra.configs.files import MAX_DEVICES
+from ds_hydra.configs.files import MAX_DEVICES, read_count, read_counts
 from ds_hydra.errors import HydraConfigError
 
 _DEGREES = re.compile(
@@ -42,27 +42,26 @@ FORM = (
 def read_notation(body: str) -> dict[str, Any]:
     """Fields of the scheme whose text is `body` between angle brackets; raises HydraConfigError."""
     first, *rest = body.split(";")
+    shown = repr(f"<{body[:80]}>")
     degrees = _DEGREES.fullmatch(first)
     if degrees is None or not (degrees[1] or degrees[2] or degrees[4]):
-        raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {FORM}")
+        raise HydraConfigError(f"cannot read {shown}; {FORM}")
     if degrees[1] and degrees[3]:
-        raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r} says sp twice; say it once")
+        raise HydraConfigError(f"scheme {shown} says sp twice; say it once")
     options: dict[str, tuple[int, ...]] = {}
     flags: dict[str, bool] = {}
     for text in rest:
         match = _OPTION.fullmatch(text)
         name, counts = match.groups() if match is not None else (text.strip(), None)
         if name in REMOVED_OPTIONS:
-            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {name} is {INSTEAD}")
+            raise HydraConfigError(f"scheme {shown}: {name} is {INSTEAD}")
         if name not in (_COUNTED if counts else _FLAGS):
             raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
+                f"scheme {shown}: cannot read {text.strip()[:80]!r}; its options are "
                 f"{', '.join((*_COUNTED, *_FLAGS))}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
             )
         if name in options or name in flags:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r} says {name} twice; say it once"
-            )
+            raise HydraConfigError(f"scheme {shown} says {name} twice; say it once")
         if counts:
             options[name] = tuple(map(int, counts.split(",")))
         else:
@@ -71,13 +70,13 @@ def read_notation(body: str) -> dict[str, Any]:
         flags["gather"] = True
     if "offload" in flags and "ckpt" not in options:
         raise HydraConfigError(
-            f"scheme {'<' + body[:80] + '>'!r}: offload is for checkpointed layers; say how many, as in ckpt=8;offload"
+            f"scheme {shown}: offload is for checkpointed layers; say how many, as in ckpt=8;offload"
         )
     stages = options.pop("stages", ())
     for option, counts in options.items():
         if len(counts) != 1 or counts[0] < 1:
             raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
+                f"scheme {shown}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
                 "from 1 up; leave it out for none"
             )
     return {
@@ -155,32 +154,31 @@ class Scheme:
 
     def __post_init__(self) -> None:
         degrees = {"SP": self.sp, "CP": self.cp, "TP": self.tp, "PP": self.pp}
-        if not all(type(degree) is int and degree >= 1 for degree in degrees.values()):
+        if min(degrees.values()) < 1:
             named = [k for k, n in degrees.items() if n != 1 or k in ("TP", "PP")]
             shown = ",".join(f"{k.lower() if k in ('SP', 'CP') else ''}{degrees[k]}" for k in named)
             sizes = f"{', '.join(named[:-1])} and PP degrees"
             raise HydraConfigError(f"scheme <{shown:.78}>: {sizes} must be 1 or more")
         self._check_ep()
-        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
+        if not 0 <= self.ckpt <= MAX_LAYERS:
             raise HydraConfigError(
-                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
+                f"ckpt of a scheme is {self.ckpt}, expected a number of layers up to {MAX_LAYERS}"
             )
-        if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
+        if self.stages and min(self.stages) < 1:
             raise HydraConfigError(
                 f"stages of a scheme are {self.stages!r:.80}, expected 1 layer or more for each of {self.pp} stages"
             )
-        # What follows shows the scheme, whose fields have their types now.
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
         if self.stages and len(self.stages) != self.pp:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
             )
-        if type(self.gather) is not bool or (self.gather and self.pp > 1):
+        if self.gather and self.pp > 1:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1"
             )
-        if type(self.hpz) is not bool or (self.hpz and not self.gather):
+        if self.hpz and not self.gather:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: hpz is for layers that are gathered; give gather, too, or leave hpz out"
             )
@@ -190,10 +188,6 @@ class Scheme:
                 "write ;gather in place of ;hpz, or leave ep out"
             )
         self._check_order()
-        if type(self.offload) is not bool:
-            raise HydraConfigError(
-                f"scheme {str(self)[:80]}: offload is {self.offload!r:.80}, expected true or false"
-            )
         if not self.ckpt:
             object.__setattr__(self, "offload", False)
         degrees_and_options = (
@@ -204,19 +198,15 @@ class Scheme:
 
     def _check_ep(self) -> None:
         size = self.sp * self.tp
-        if type(self.ep) is not int or self.ep < 1 or size % self.ep:
+        if self.ep < 1 or size % self.ep:
             plain = str(Scheme(self.tp, self.pp, sp=self.sp))[:-1]
             like = f"{plain};ep={size}>" if size > 1 else f"<sp2,{self.pp};ep=2>"
             raise HydraConfigError(
-                f"ep of a scheme with SP {self.sp} x TP {self.tp} is {repr(self.ep)[:80]}, expected a divisor of "
+                f"ep of a scheme with SP {self.sp} x TP {self.tp} is {self.ep}, expected a divisor of "
                 f"{size}; experts are shared inside a stage's SP x TP group, as in '{like}'"
             )
 
     def _check_order(self) -> None:
-        if type(self.context_first) is not bool:
-            raise HydraConfigError(
-                f"context_first of a scheme is {repr(self.context_first)[:80]}, expected true or false"
-            )
         if self.sp == 1 or self.cp == 1:  # there is one order
             object.__setattr__(self, "context_first", False)
         if self.context_first and self.ep > 1:
@@ -249,12 +239,15 @@ class Scheme:
             options["gather"] = True
         for name in filter(document.get, REMOVED_OPTIONS):
             raise HydraConfigError(f"{name} of a scheme is {INSTEAD}")
-        stages = options.pop("stages", [])
-        if not isinstance(stages, list):
-            raise HydraConfigError(
-                f"stages of a scheme are {stages!r:.80}, expected a list of layer counts"
-            )
-        return cls(document["tp"], document["pp"], stages=tuple(stages), **options)
+        for name, value in options.items():
+            if type(value) is not type(_DEFAULTS[name]):
+                wanted = {bool: "true or false", int: "a whole number", list: "layer counts"}
+                raise HydraConfigError(
+                    f"{name} of a scheme is {value!r:.80}, expected {wanted[type(_DEFAULTS[name])]}"
+                )
+        if "stages" in options:
+            options["stages"] = read_counts(document, "stages", least=1, most=MAX_LAYERS)
+        return cls(read_count(document, "tp"), read_count(document, "pp"), **options)
 
     def to_json(self) -> dict[str, Any]:
         """ "tp" and "pp", and the options that are set.
