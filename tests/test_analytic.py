@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs import find_file
 from ds_hydra.configs.files import find_profile, read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
@@ -18,7 +18,6 @@ from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     ModelShape,
     predict_latency,
-    predict_profile,
 )
 from ds_hydra.strategy.cost_models.decoder import read_decoder
 from ds_hydra.strategy.cost_models.flops import (
@@ -26,7 +25,6 @@ from ds_hydra.strategy.cost_models.flops import (
     ModelFlops,
     find_peak_flops,
     profile_flops,
-    profile_peak_flops,
 )
 
 PLAIN = Hardware(
@@ -101,25 +99,6 @@ def test_linear_term_is_near_the_published_one(model, median):
     ]
     assert np.median(errors) < median
     assert max(errors) < 0.20
-
-
-@pytest.mark.parametrize("name", ["a100", "a800", "h100", "h200", "b200", "cpu"])
-def test_shipped_hardware_gives_a_profile(name):
-    assert name in list_files("hardware")
-    hardware = Hardware.from_json(read_json_object(find_file("hardware", name)))
-    known = Profile.load(find_file("profiles", "a800_llama2_7b"))
-    document = predict_profile(
-        shape_of(known),
-        hardware,
-        known.latency,
-        name="7b",
-        memory=known.document["memory"],
-        context_length=4096,
-    )
-    profile = Profile.from_json(document)
-    assert profile.latency.keys() == known.latency.keys()
-    assert profile.saturation_tokens.keys() == {1, 2, 4, 8, 16}
-    assert profile_peak_flops(profile) == hardware.peak_flops
 
 
 @pytest.mark.parametrize(

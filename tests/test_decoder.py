@@ -17,8 +17,8 @@ from ds_hydra.engine.model.decoder_parts import find_text_config
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields, read_config
 from ds_hydra.strategy.cost_models.analytic import ModelShape
-from ds_hydra.strategy.cost_models.decoder import COMPARED, read_decoder
-from ds_hydra.strategy.cost_models.flops import ModelFlops, describe_config
+from ds_hydra.strategy.cost_models.decoder import COMPARED, describe_config, read_decoder
+from ds_hydra.strategy.cost_models.flops import ModelFlops
 
 CONFIGS = shared_json("model_configs.json")
 STATED = {

@@ -9,25 +9,22 @@ import pytest
 from command_line import accepted
 from spaces import full_space
 
-from ds_hydra.configs import list_files, load_model_preset
+from ds_hydra.configs import list_files
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
+from ds_hydra.strategy.cost_models.decoder import describe_config
 from ds_hydra.strategy.cost_models.estimate import estimate_from_config
-from ds_hydra.strategy.cost_models.flops import describe_config
+from ds_hydra.strategy.cost_models.flops import profile_peak_flops
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
+from ds_hydra.strategy.profiles.profile import saturation_tokens
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, schemes_of
 
 CONFIG = {
     "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160,
     "vocab_size": 1000, "num_attention_heads": 8, "num_key_value_heads": 2,
 }  # fmt: skip
-
-
-def test_a_model_by_hand():
-    shape, heads = describe_config(CONFIG, "x")
-    assert heads == 8
-    assert shape.means.params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
 
 
 MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
@@ -44,7 +41,8 @@ MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermedia
     ],
 )
 def test_a_mixture_by_hand(changes, share, shared):
-    shape, _ = describe_config({**MIXTURE, **changes}, "x")
+    shape, heads = describe_config({**MIXTURE, **changes}, "x")
+    assert heads == 8
     attention, dense, router = (2 + 2 / 4) * 64**2, 3 * 64 * 160, 64 * 8
     router += 64 * ("shared_expert_intermediate_size" in changes)  # its gate
     active = (1 - share) * dense + share * (3 * 64 * (shared + 2 * 40) + router)
@@ -135,8 +133,12 @@ def test_every_hardware_runs_a_preset_and_says_what_is_assumed():
         profile, assumed = estimate_from_config("llama2_7b", name, 8, 16384)
         times[name] = profile.get_latency(Scheme(8, 1)).micro_batch_ms([16384])
         assert any("roofline" in sentence for sentence in assumed)
-        fits = profile.max_len_tokens(Scheme(8, 1), 64)
-        assert fits > 8192
+        assert profile.max_len_tokens(Scheme(8, 1), 64) > 8192
+        assert profile_peak_flops(profile) == Hardware.load(name).peak_flops
+        assert profile.saturation_tokens.keys() == {1, 2, 4, 8}
+        for tp in (1, 8):
+            util_len = saturation_tokens(profile.latency[Scheme(tp, 1)], 16384)
+            assert profile.saturation_tokens[tp] == util_len
     assert times["b200"] < times["h100"] < times["a100"] < times["h20"]
     states = profile.document["memory"]["sharded_fraction"]
     assert states == (2 + OPTIMIZER_BYTES) / (4 + OPTIMIZER_BYTES + GRADIENT_BYTES)
@@ -198,13 +200,3 @@ def test_simulate_answers_for_a_mixture():
     )
     assert "busiest rank's get 1.5 times the mean" in result.stderr
     assert json.loads(result.stdout)["num_devices"] == 16
-
-
-def test_simulate_takes_a_config_json(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
-    options = ["--hardware", "h100", "--devices", 8, "--iterations", 1]
-    options += ["--systems", "megatron", "--space", "plain"]
-    result = accepted("simulate", "--model", path, *options, "--json")
-    assert json.loads(result.stdout)["num_devices"] == 8
-    assert "assumed: context: 32768" in result.stderr

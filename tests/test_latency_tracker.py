@@ -80,17 +80,6 @@ def test_strategies_cut_anew_leave_nothing_in_checkpoints():
     assert tracker.state_dict()["outside_ms"] == {"2x<1,1>": 8.0}
 
 
-def test_a_scheme_whose_time_is_constant_is_learned():
-    flat = make_profile({"<1,1>": (0.0, 1.0, 2.0), "<2,1>": (0.0, 0.0, 5.0)})
-    assert flat.latency[Scheme(2, 1)].micro_batch_ms([10, 20]) == 5.0
-    assert flat.latency[Scheme(2, 1)].micro_batch_ms([]) == 0.0
-    tracker = make_tracker(profile=flat)
-    for iteration in range(6):
-        planned = plan(make_batch([30, 20], iteration), STRATEGIES[1:], profile=flat)
-        tracker.observe(planned, [15.0], 16.0)
-    assert tracker.corrections_now(STRATEGIES).factors[Scheme(2, 1)] == pytest.approx(3.0, rel=0.1)
-
-
 def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
     tracker = make_tracker()
     used = train(tracker, range(24))

@@ -124,17 +124,6 @@ def test_a_profile_measured_with_re_pulls_names_what_replaces_them():
     assert not has_removed_schemes(document)
 
 
-def small_llama(**more) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=64,
-        **more,
-    )
-
-
 FAMILIES = [
     LlamaConfig(hidden_size=256, intermediate_size=688, num_attention_heads=8),
     Qwen3Config(
@@ -238,7 +227,7 @@ def test_a_layer_is_whole_while_transformers_partitions_models() -> None:
     """As during HydraTrainer.train, where a profile is measured, too."""
     of_training = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_batch_size": 1})
     stage_model = build_random_stage_model(
-        small_llama(), dtype=torch.float32, device=torch.device("meta"), num_ranks=2
+        FAMILIES[0], dtype=torch.float32, device=torch.device("meta"), num_ranks=2
     )
     assert all(spec.numel for spec in stage_model.specs)
     assert is_deepspeed_zero3_enabled()  # for models of the training
@@ -319,14 +308,6 @@ def test_logits_in_chunks_cost_a_rank_one_chunk_at_most():
     scheme = Scheme(1, 1)
     grown = [m.rank_bytes(scheme, 8, long + 1) - m.rank_bytes(scheme, 8, long) for m in forward]
     assert grown[0] - grown[1] == pytest.approx(30592 * 4, rel=0.1)
-
-
-def test_parts_raise_max_len():
-    profile = of_7b()
-    texts = ["<1,2>", "<1,2;ckpt=8>", "<1,2;ckpt=16>", "<1,2;ckpt=32>"]
-    longest = [profile.max_len_tokens(Scheme.parse(text), 8) for text in texts]
-    assert longest == sorted({*longest})
-    assert longest[0] < profile.max_len_tokens(Scheme.parse("<1,2;stages=14,18>"), 8)
 
 
 def test_what_a_profile_lacks_for_a_part_is_named():

@@ -30,8 +30,8 @@ from ds_hydra.engine.profiling.profile_document import (
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware
+from ds_hydra.strategy.cost_models.decoder import describe_config
 from ds_hydra.strategy.cost_models.estimate import estimate_from_config
-from ds_hydra.strategy.cost_models.flops import describe_config
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 

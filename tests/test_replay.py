@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from run_folders import timeline_of
 from test_events import LINKS, make_work
 
 from benchmarks.replay import replay
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.events import simulate_iteration
 from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -80,28 +78,3 @@ def test_rounds_beside_passes_are_not_counted_twice():
     again = replay(measured)
     assert (again.iteration_ms, again.propagation_ms) == (26, 18)
     assert (again.links.push_ms, again.links.step_ms) == (8, 5)
-
-
-def test_waiting_between_passes_is_not_replayed():
-    """Passes of the same length that a run began later: the replay shows what the schedule alone
-    would take.
-    """
-    timeline = make_timeline()
-    late = [
-        dataclasses.replace(e, start_ms=e.start_ms + 100, end_ms=e.end_ms + 100)
-        if e.kind in (EventKind.BACKWARD, EventKind.PUSH, EventKind.STEP)
-        else e
-        for e in timeline.events
-    ]
-    delayed = dataclasses.replace(timeline, events=tuple(late))
-    assert replay(delayed).iteration_ms == pytest.approx(timeline.duration_ms)
-
-
-def test_a_missing_pass_is_refused():
-    timeline = make_timeline()
-    events = tuple(e for e in timeline.events if (e.stage, e.micro_batch) != (1, 2))
-    with pytest.raises(
-        HydraConfigError,
-        match="pipeline 0 <1,3> has no forward or backward for some of its 3 stages",
-    ):
-        replay(dataclasses.replace(timeline, events=events))

@@ -17,7 +17,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.sampler.candidate_set import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.cost_models.flops import describe_config
+from ds_hydra.strategy.cost_models.decoder import describe_config
 from ds_hydra.strategy.profiles.profile import exchange_bytes
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of

@@ -29,15 +29,14 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.model_config import all_fields
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Experts, Hardware, predict_profile
-from ds_hydra.strategy.cost_models.decoder import ModelSize, read_decoder
-from ds_hydra.strategy.cost_models.flops import (
-    FROZEN_FLOP,
-    TRAINED_FLOP,
-    ModelFlops,
+from ds_hydra.strategy.cost_models.decoder import (
+    ModelSize,
     describe_config,
     expert_parallel_schemes,
     find_experts,
+    read_decoder,
 )
+from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.profile import (
     PROFILE_SCHEMA,
     engine_states,

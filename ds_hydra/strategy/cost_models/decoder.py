@@ -30,14 +30,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_hydra.configs.files import check_count, check_number, read_number
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.analytic import LayerMeans
+from ds_hydra.strategy.cost_models.analytic import Experts, LayerMeans, ModelShape
 from ds_hydra.strategy.cost_models.cluster import model_shape
 from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -77,6 +79,13 @@ _GATED_ATTENTION = {"afmoe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Families whose attention has a gate as wide as its output, which their class does not name."""
 _ONE_SHARED = {"hunyuan_v1_moe", "llama4_text"}
 """Families with one expert of all tokens beside the others, which their class does not name."""
+
+_NORM_HEADS = """
+    afmoe apertus dots1 exaone4 exaone_moe flex_olmo gemma3 gemma3n gemma4 glm4_moe hunyuan_v1_dense
+    hunyuan_v1_moe lfm2 lfm2_moe minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5
+    qwen3_5_moe qwen3_moe qwen3_next
+""".split()  # noqa: SIM905
+"""Model types whose queries and keys pass norms, which no field of a config.json says."""
 
 _MOST_LAYERS = 1 << 14
 """Number far above any model's layers: a value is made for each."""
@@ -239,9 +248,9 @@ class Decoder:
 
 def read_decoder(config: Mapping[str, Any], source: str) -> Decoder:
     """The decoder that a config.json describes; raises HydraConfigError where it lacks a size."""
-    fields = Fields(config, source)
+    fields = _Fields(config, source)
     kinds, unpriced = _layer_kinds(fields)
-    sparse = layers_with_experts(config, len(kinds))
+    sparse = _layers_with_experts(config, len(kinds))
     windows: Sequence[int | None]
     try:
         windows, unknown = _find_windows(fields, kinds), ""
@@ -271,7 +280,60 @@ def read_decoder(config: Mapping[str, Any], source: str) -> Decoder:
     )
 
 
-class Fields:
+def describe_config(config: Mapping[str, Any], source: str) -> tuple[ModelShape, int]:
+    """Shape and attention heads of the decoder in a config.json; raises HydraConfigError for one
+    that the roofline does not know.
+    """
+    family = config.get("model_type", "the model")
+    if config.get("is_encoder_decoder"):
+        raise HydraConfigError(f"{source}: {family} has an encoder; ds_hydra trains decoders alone")
+    fields = _Fields(config, source)
+    heads = fields.count("num_attention_heads", least=1)
+    decoder = read_decoder(config, source)
+    means = decoder.means
+    width = 0 if means.attention_width == fields.hidden else round(means.attention_width)
+    size = _first_count(config, ("intermediate_size", "moe_intermediate_size"))
+    by_sizes = ModelShape(
+        num_layers=len(decoder.layers),
+        hidden_size=fields.hidden,
+        intermediate_size=size or 4 * fields.hidden,
+        vocab_size=config["vocab_size"],
+        key_value_share=_key_value_heads(config, heads, source) / heads,
+        attention_width=width,
+        norms_heads=family.removesuffix("_text") in _NORM_HEADS,
+        experts=find_experts(config, len(decoder.layers), source),
+    )
+    return by_sizes if by_sizes.means == means else replace(by_sizes, layer=means), heads
+
+
+def find_experts(config: Mapping[str, Any], num_layers: int, source: str) -> Experts | None:
+    """The experts that a config.json describes, None for a dense model; raises HydraConfigError
+    where it has experts and does not say how many a token chooses.
+    """
+    num, chosen = _count_experts(config, source)
+    sparse = _layers_with_experts(config, num_layers)
+    if not num or not sparse:
+        return None
+    return Experts(
+        num=num,
+        chosen=chosen,
+        size=_expert_size(config),
+        shared_size=_shared_expert_size(config),
+        layer_share=len(sparse) / num_layers,
+    )
+
+
+def expert_parallel_schemes(shape: ModelShape, heads: int, num_devices: int) -> list[Scheme]:
+    """<spN,PP;ep=N> of powers of two that fit `num_devices` and divide heads and experts."""
+    num = shape.experts.num if shape.experts is not None else 1
+    return [
+        Scheme(1, s.pp, sp=s.tp, ep=s.tp)
+        for s in power_of_two_schemes(num_devices)
+        if s.tp > 1 and heads % s.tp == 0 and num % s.tp == 0 and s.pp <= shape.num_layers
+    ]
+
+
+class _Fields:
     """The fields of a config.json, by any of their names."""
 
     def __init__(self, config: Mapping[str, Any], source: str):
@@ -304,7 +366,7 @@ class Fields:
         return self.has(*(_MAMBA_KEYS if kind == _BOTH else _STATE_KEYS))
 
 
-def _read_layer(fields: Fields, kind: str, is_sparse: bool, window: int | None) -> DecoderLayer:
+def _read_layer(fields: _Fields, kind: str, is_sparse: bool, window: int | None) -> DecoderLayer:
     kind = _SAME.get(kind, kind)
     parts: dict[str, float] = {}
     if kind in (_LINEAR, _BOTH) and fields.knows_states(kind):
@@ -324,9 +386,9 @@ def _read_layer(fields: Fields, kind: str, is_sparse: bool, window: int | None) 
     return DecoderLayer(**parts, window=window)
 
 
-def _attention(fields: Fields) -> dict[str, float]:
+def _attention(fields: _Fields) -> dict[str, float]:
     heads = fields.count("num_attention_heads", least=1)
-    shared = key_value_heads(fields.config, heads, fields.source)
+    shared = _key_value_heads(fields.config, heads, fields.source)
     head = fields.count("head_dim", "attention_head_dim", default=fields.hidden // heads)
     values = fields.count("v_head_dim", default=head)
     is_gated = fields.config.get("attn_output_gate", fields.family in _GATED_ATTENTION)
@@ -337,7 +399,7 @@ def _attention(fields: Fields) -> dict[str, float]:
     }
 
 
-def key_value_heads(config: Mapping[str, Any], heads: int, source: str) -> int:
+def _key_value_heads(config: Mapping[str, Any], heads: int, source: str) -> int:
     """Number of key-value heads: all `heads` where the config.json does not say."""
     if config.get("multi_query") and not config.get("new_decoder_architecture"):
         return 1
@@ -347,7 +409,7 @@ def key_value_heads(config: Mapping[str, Any], heads: int, source: str) -> int:
     return check_count(given, f"{source}: num_key_value_heads", least=1, most=heads)
 
 
-def _latent(fields: Fields) -> dict[str, float]:
+def _latent(fields: _Fields) -> dict[str, float]:
     hidden, heads = fields.hidden, fields.count("num_attention_heads", least=1)
     rank, rotary = fields.count("kv_lora_rank"), fields.count("qk_rope_head_dim", default=0)
     plain = fields.count("qk_nope_head_dim", "head_dim", default=hidden // heads)
@@ -363,7 +425,7 @@ def _latent(fields: Fields) -> dict[str, float]:
     }
 
 
-def _linear_mixer(fields: Fields) -> dict[str, float]:
+def _linear_mixer(fields: _Fields) -> dict[str, float]:
     """Sizes of a part that mixes tokens by a state, by the keys of its families."""
     hidden = fields.hidden
     if fields.has("linear_num_value_heads"):
@@ -403,7 +465,7 @@ def _linear_mixer(fields: Fields) -> dict[str, float]:
     return {"mixer_params": matrices, "state_params": 2 * inner * state}
 
 
-def _mlp(fields: Fields) -> dict[str, float]:
+def _mlp(fields: _Fields) -> dict[str, float]:
     size = fields.count("intermediate_size_mlp", default=0)
     size = size or fields.count(*_MLP_SIZE, default=4 * fields.hidden)
     if fields.config.get("block_auto_adjust_ff_dim"):
@@ -416,15 +478,15 @@ def _mlp(fields: Fields) -> dict[str, float]:
     return _of_size(fields, size)
 
 
-def _of_size(fields: Fields, size: int) -> dict[str, float]:
+def _of_size(fields: _Fields, size: int) -> dict[str, float]:
     matrices, kept = (2, size / 2) if fields.family in UNGATED else (3, size)
     return {"mlp_params": matrices * fields.hidden * size, "kept_width": kept}
 
 
-def _experts(fields: Fields) -> dict[str, float]:
-    num, chosen = count_experts(fields.config, fields.source)
+def _experts(fields: _Fields) -> dict[str, float]:
+    num, chosen = _count_experts(fields.config, fields.source)
     size = fields.count(*_EXPERT_SIZE)
-    each, shared = _of_size(fields, size), _of_size(fields, shared_expert_size(fields.config))
+    each, shared = _of_size(fields, size), _of_size(fields, _shared_expert_size(fields.config))
     is_gated = fields.has("shared_expert_intermediate_size") and fields.family.startswith("qwen")
     return {
         "mlp_params": shared["mlp_params"] + (num + is_gated) * fields.hidden,
@@ -434,14 +496,14 @@ def _experts(fields: Fields) -> dict[str, float]:
     }
 
 
-def count_experts(config: Mapping[str, Any], source: str) -> tuple[int, int]:
+def _count_experts(config: Mapping[str, Any], source: str) -> tuple[int, int]:
     """Experts of a layer that has them, and those of one token; (0, 0) for a dense model. Raises
     HydraConfigError where a config.json has experts and does not say how many a token chooses.
     """
-    num = first_count(config, NUM_EXPERTS)
+    num = _first_count(config, NUM_EXPERTS)
     if num < 2:
         return 0, 0
-    chosen = first_count(config, NUM_CHOSEN)
+    chosen = _first_count(config, NUM_CHOSEN)
     if not 1 <= chosen <= num:
         raise HydraConfigError(
             f"{source}: {config.get('model_type')} has {num} experts, and a token chooses {chosen} of them "
@@ -450,19 +512,19 @@ def count_experts(config: Mapping[str, Any], source: str) -> tuple[int, int]:
     return num, chosen
 
 
-def expert_size(config: Mapping[str, Any]) -> int:
+def _expert_size(config: Mapping[str, Any]) -> int:
     """Intermediate size of one expert."""
-    return first_count(config, _EXPERT_SIZE)
+    return _first_count(config, _EXPERT_SIZE)
 
 
-def shared_expert_size(config: Mapping[str, Any]) -> int:
+def _shared_expert_size(config: Mapping[str, Any]) -> int:
     """Intermediate size of the experts that all tokens use; 0 without."""
-    given = first_count(config, _SHARED_SIZE)
-    number = first_count(config, _NUM_SHARED) or config.get("model_type") in _ONE_SHARED
-    return given or number * expert_size(config)
+    given = _first_count(config, _SHARED_SIZE)
+    number = _first_count(config, _NUM_SHARED) or config.get("model_type") in _ONE_SHARED
+    return given or number * _expert_size(config)
 
 
-def first_count(config: Mapping[str, Any], keys: Sequence[str]) -> int:
+def _first_count(config: Mapping[str, Any], keys: Sequence[str]) -> int:
     """The first of `keys` that is a positive number, or the first of several; 0 without."""
     for key in keys:
         value = config.get(key)
@@ -472,28 +534,28 @@ def first_count(config: Mapping[str, Any], keys: Sequence[str]) -> int:
     return 0
 
 
-def layers_with_experts(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
+def _layers_with_experts(config: Mapping[str, Any], num_layers: int) -> frozenset[int]:
     """Numbers of the layers whose MLP is a mixture of experts."""
-    if first_count(config, NUM_EXPERTS) < 2 or config.get("is_moe") is False:
+    if _first_count(config, NUM_EXPERTS) < 2 or config.get("is_moe") is False:
         return frozenset()
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
         return frozenset(i for i, kind in enumerate(kinds) if kind != "dense")
-    kinds = find_layer_kinds(config, num_layers)
+    kinds = _find_layer_kinds(config, num_layers)
     if kinds is not None and {_MLP_ALONE, _EXPERTS_ALONE} & set(kinds):
         return frozenset(i for i, kind in enumerate(kinds) if kind == _EXPERTS_ALONE)
     if isinstance(chosen := config.get("moe_layers"), list | tuple):
         return frozenset(i for i in range(num_layers) if i in chosen)
-    if period := first_count(config, ("expert_layer_period",)):
-        offset = first_count(config, ("expert_layer_offset",))
+    if period := _first_count(config, ("expert_layer_period",)):
+        offset = _first_count(config, ("expert_layer_offset",))
         return frozenset(range(offset % period, num_layers, period))
-    first, step = first_count(config, _FIRST_SPARSE), first_count(config, _SPARSE_STEP) or 1
+    first, step = _first_count(config, _FIRST_SPARSE), _first_count(config, _SPARSE_STEP) or 1
     dense = config.get("mlp_only_layers")
     dense = dense if isinstance(dense, list | tuple) else ()
     return frozenset(i for i in range(first, num_layers) if i not in dense and (i + 1) % step == 0)
 
 
-def find_layer_kinds(config: Mapping[str, Any], num_layers: int | None = None) -> list[str] | None:
+def _find_layer_kinds(config: Mapping[str, Any], num_layers: int | None = None) -> list[str] | None:
     """Kinds of the `num_layers` layers, by a list or pattern of the config; None without one."""
     for key in ("layer_types", "layers_block_type"):
         kinds = config.get(key)
@@ -505,23 +567,19 @@ def find_layer_kinds(config: Mapping[str, Any], num_layers: int | None = None) -
     return None
 
 
-def count_layers(config: Mapping[str, Any], source: str) -> int:
-    """Layers of the decoder; some families say them by the list of their kinds alone."""
-    if config.get("num_hidden_layers") is None and (kinds := find_layer_kinds(config)):
-        return len(kinds)
-    number = Fields(config, source).count("num_hidden_layers", least=1)
-    return check_count(number, f"{source}: num_hidden_layers", most=_MOST_LAYERS)
-
-
-def _layer_kinds(fields: Fields) -> tuple[list[str], list[str]]:
+def _layer_kinds(fields: _Fields) -> tuple[list[str], list[str]]:
     """The kind of each layer, and which of them are not known here."""
     config = fields.config
-    number = count_layers(config, fields.source)
-    kinds = find_layer_kinds(config, number)
-    if kinds is None and (period := first_count(config, ("attn_layer_period",))):
-        offset = first_count(config, ("attn_layer_offset",)) % period
+    if config.get("num_hidden_layers") is None and (kinds := _find_layer_kinds(config)):
+        number = len(kinds)
+    else:
+        number = fields.count("num_hidden_layers", least=1)
+    check_count(number, f"{fields.source}: num_hidden_layers", most=_MOST_LAYERS)
+    kinds = _find_layer_kinds(config, number)
+    if kinds is None and (period := _first_count(config, ("attn_layer_period",))):
+        offset = _first_count(config, ("attn_layer_offset",)) % period
         kinds = [_WHOLE if i % period == offset else _LINEAR for i in range(number)]
-    if kinds is None and (period := first_count(config, ("full_attention_interval",))):
+    if kinds is None and (period := _first_count(config, ("full_attention_interval",))):
         kinds = [_LINEAR if (i + 1) % period else _WHOLE for i in range(number)]
     for key, other in (("attn_layer_indices", _LINEAR), ("full_attn_idxs", _CONVOLUTION)):
         if kinds is None and isinstance(whole := config.get(key), list | tuple):
@@ -539,7 +597,7 @@ def _layer_kinds(fields: Fields) -> tuple[list[str], list[str]]:
     return kinds, [f"{what} are counted as attention" for what in found]
 
 
-def _unknown_kinds(fields: Fields, kinds: Sequence[str]) -> set[str]:
+def _unknown_kinds(fields: _Fields, kinds: Sequence[str]) -> set[str]:
     unknown = {kind for kind in kinds if _SAME.get(kind, kind) not in _KINDS}
     states = {kind for kind in kinds if _SAME.get(kind, kind) in (_LINEAR, _BOTH)}
     return unknown | {kind for kind in states if not fields.knows_states(_SAME.get(kind, kind))}
@@ -551,14 +609,14 @@ def _other_mixers(config: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _find_windows(fields: Fields, kinds: Sequence[str]) -> list[int | None]:
+def _find_windows(fields: _Fields, kinds: Sequence[str]) -> list[int | None]:
     """The window of each layer, None for all tokens; raises HydraConfigError where it is not known
     which tokens a layer sees.
     """
     config, family = fields.config, fields.family
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     is_window = isinstance(window, int) and window > 0
-    if find_layer_kinds(config, len(kinds)) is not None or set(kinds) != {_WHOLE}:
+    if _find_layer_kinds(config, len(kinds)) is not None or set(kinds) != {_WHOLE}:
         others = sorted({*_unknown_kinds(fields, kinds), *({_CHUNKED} & set(kinds))})
         if others or (_WINDOWED in kinds and not is_window):
             what = ", ".join(others) or f"{_WINDOWED} without sliding_window"

@@ -10,8 +10,12 @@ from typing import Any
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_latency, predict_profile
-from ds_hydra.strategy.cost_models.decoder import read_decoder
-from ds_hydra.strategy.cost_models.flops import ModelFlops, describe_config, expert_parallel_schemes
+from ds_hydra.strategy.cost_models.decoder import (
+    describe_config,
+    expert_parallel_schemes,
+    read_decoder,
+)
+from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import (
     ENGINE_LAYERS,
     Profile,

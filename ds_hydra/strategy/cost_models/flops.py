@@ -1,5 +1,5 @@
-"""Facts of a decoder's config.json (its shape, its experts, the schemes that divide them), and the
-FLOPs that training it needs by the sequences' own lengths. Over the devices' peak they are MFU.
+"""FLOPs that training a decoder needs, by the sequences' own lengths. Over the devices' peak they
+are MFU.
 
 Forward and backward of a sequence of l tokens:
 
@@ -19,7 +19,7 @@ norms' and activations' own work, experts' routing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,85 +33,10 @@ from ds_hydra.configs.files import (
     read_text,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.analytic import Experts, ModelShape, find_shipped_hardware
+from ds_hydra.strategy.cost_models.analytic import ModelShape, find_shipped_hardware
 from ds_hydra.strategy.cost_models.cluster import model_shape
-from ds_hydra.strategy.cost_models.decoder import (
-    Decoder,
-    Fields,
-    count_experts,
-    expert_size,
-    first_count,
-    key_value_heads,
-    layers_with_experts,
-    read_decoder,
-    shared_expert_size,
-)
+from ds_hydra.strategy.cost_models.decoder import Decoder
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
-from ds_hydra.strategy.schemes.scheme import Scheme
-
-_NORM_HEADS = """
-    afmoe apertus dots1 exaone4 exaone_moe flex_olmo gemma3 gemma3n gemma4 glm4_moe hunyuan_v1_dense
-    hunyuan_v1_moe lfm2 lfm2_moe minimax_m2 nanochat olmo2 olmo3 olmo_hybrid olmoe qwen3 qwen3_5
-    qwen3_5_moe qwen3_moe qwen3_next
-""".split()  # noqa: SIM905
-"""Model types whose queries and keys pass norms, which no field of a config.json says."""
-
-
-def describe_config(config: Mapping[str, Any], source: str) -> tuple[ModelShape, int]:
-    """Shape and attention heads of the decoder in a config.json; raises HydraConfigError for one
-    that the roofline does not know.
-    """
-    family = config.get("model_type", "the model")
-    if config.get("is_encoder_decoder"):
-        raise HydraConfigError(f"{source}: {family} has an encoder; ds_hydra trains decoders alone")
-    fields = Fields(config, source)
-    heads = fields.count("num_attention_heads", least=1)
-    decoder = read_decoder(config, source)
-    means = decoder.means
-    experts = find_experts(config, len(decoder.layers), source)
-    size = first_count(config, ("intermediate_size", "moe_intermediate_size"))
-    by_sizes = ModelShape(
-        num_layers=len(decoder.layers),
-        hidden_size=fields.hidden,
-        intermediate_size=size or 4 * fields.hidden,
-        vocab_size=config["vocab_size"],
-        key_value_share=key_value_heads(config, heads, source) / heads,
-        attention_width=0
-        if means.attention_width == fields.hidden
-        else round(means.attention_width),
-        norms_heads=family.removesuffix("_text") in _NORM_HEADS,
-        experts=experts,
-    )
-    return by_sizes if by_sizes.means == means else replace(by_sizes, layer=means), heads
-
-
-def find_experts(config: Mapping[str, Any], num_layers: int, source: str) -> Experts | None:
-    """The experts that a config.json describes, None for a dense model; raises HydraConfigError
-    where it has experts and does not say how many a token chooses.
-    """
-    num, chosen = count_experts(config, source)
-    sparse = layers_with_experts(config, num_layers)
-    if not num or not sparse:
-        return None
-    return Experts(
-        num=num,
-        chosen=chosen,
-        size=expert_size(config),
-        shared_size=shared_expert_size(config),
-        layer_share=len(sparse) / num_layers,
-    )
-
-
-def expert_parallel_schemes(shape: ModelShape, heads: int, num_devices: int) -> list[Scheme]:
-    """<spN,PP;ep=N> of powers of two that fit `num_devices` and divide heads and experts."""
-    num = shape.experts.num if shape.experts is not None else 1
-    return [
-        Scheme(1, s.pp, sp=s.tp, ep=s.tp)
-        for s in power_of_two_schemes(num_devices)
-        if s.tp > 1 and heads % s.tp == 0 and num % s.tp == 0 and s.pp <= shape.num_layers
-    ]
-
 
 TRAINED_FLOP, FROZEN_FLOP = 6.0, 4.0
 """FLOP for each token and parameter: forward, gradient of the input, gradient of the parameter."""
