@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,12 @@ from reference import make_profile, wide_schemes
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import LatencyModel, fit_latency, saturation_tokens
+from ds_hydra.strategy.profiles.profile import (
+    LatencyModel,
+    fit_latency,
+    saturation_by_tp,
+    saturation_tokens,
+)
 from ds_hydra.strategy.schemes.enumeration import (
     enumerate_strategies,
     load_strategies,
@@ -225,7 +231,12 @@ def test_saturation_is_where_the_constant_stops_to_matter():
     # tokens/s = l / (0.1 l + 10) = 10 l / (l + 100), at best 9.9 in range: 85% of it is reached at
     # l = 531
     model = LatencyModel(quadratic_ms=0.0, linear_ms=0.1, constant_ms=10.0)
-    assert saturation_tokens(model, 10_000) == pytest.approx(531, rel=0.02)
+    found = saturation_tokens(model, 10_000)
+    assert found == pytest.approx(531, rel=0.02)
+    rows, deep = Scheme(1, 1, cp=2), Scheme(1, 2)
+    latency = {Scheme(1, 1): model, deep: replace(model, constant_ms=1.0), rows: model}
+    assert saturation_by_tp(latency, 10_000) == {"1": found}
+    assert saturation_by_tp({rows: model}, 10_000) == {"1": found // 2}, "of the piece of a rank"
 
 
 def test_packed_micro_batch_costs_the_sum_of_its_sequences_and_one_constant():
