@@ -20,7 +20,7 @@ from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.decoder import describe_config
 from ds_hydra.strategy.profiles.profile import exchange_bytes
 from ds_hydra.strategy.schemes.enumeration import power_of_two_schemes
-from ds_hydra.strategy.schemes.placement import groups_of
+from ds_hydra.strategy.schemes.placement import groups_of, link_groups
 
 _CONTEXT_BYTES = 3 << 29
 """Bytes of CUDA and its libraries in each process, with EAGER loading: 1.3 GB idle, 1.6 with
@@ -122,8 +122,7 @@ def _communicator_bytes(num_devices: int) -> int:
     """Device memory of NCCL's communicators on rank 0, with those of pull, push and the homogeneous
     strategies of all powers of two.
     """
-    everyone = tuple(range(num_devices))
-    keys = {("pull", everyone), ("push", everyone)}
+    keys = {*link_groups(num_devices, None)}
     for scheme in power_of_two_schemes(num_devices):
         keys |= groups_of(Strategy.alike(scheme, num_devices))
     sizes = [len(ranks) for _, ranks in keys if 0 in ranks and len(ranks) > 1]

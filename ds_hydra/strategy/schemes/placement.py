@@ -57,13 +57,14 @@ def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
 
 def stages_of(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """The ranks of each stage of a pipeline of `scheme`."""
-    size = scheme.ranks_per_stage
+    return _in_parts(ranks, scheme.ranks_per_stage)
+
+
+def _in_parts(ranks: Ranks, size: int) -> list[Ranks]:
+    """Neighbours among `ranks`, `size` in each part: TP groups by TP, groups that share experts by
+    SP x TP.
+    """
     return [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
-
-
-def tp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
-    """The TP groups of a pipeline: ranks with the same stage and sequence shard."""
-    return [ranks[begin : begin + scheme.tp] for begin in range(0, len(ranks), scheme.tp)]
 
 
 def _sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
@@ -97,14 +98,6 @@ def _groups_apart(
     ]
 
 
-def _ep_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
-    """The SP x TP groups of a pipeline: ranks with the same stage and row, SP groups of neighbours
-    in TP groups.
-    """
-    size = scheme.sp * scheme.tp
-    return [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
-
-
 @lru_cache(maxsize=4096)
 def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
     """Groups that `strategy` needs: one per TP, SP and CP group, one per SP x TP group that shares
@@ -115,13 +108,13 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
     keys: set[GroupKey] = set()
     for scheme, ranks in zip(strategy.schemes, strategy.blocks):
         if scheme.tp > 1:
-            keys |= {("tp", group) for group in tp_groups(scheme, ranks)}
+            keys |= {("tp", group) for group in _in_parts(ranks, scheme.tp)}
         if scheme.sp > 1:
             keys |= {("sp", group) for group in _sp_groups(scheme, ranks)}
         if scheme.cp > 1:
             keys |= {("cp", group) for group in _cp_groups(scheme, ranks)}
         if scheme.ep > 1 and scheme.sp > 1 and scheme.tp > 1:
-            keys |= {("ep", group) for group in _ep_groups(scheme, ranks)}
+            keys |= {("ep", group) for group in _in_parts(ranks, scheme.sp * scheme.tp)}
         if scheme.pp > 1:
             keys |= {("pp_down", ranks), ("pp_up", ranks)}
     return frozenset(keys)
@@ -149,14 +142,7 @@ def link_groups(num_ranks: int, ranks_per_node: int | None) -> list[GroupKey]:
     """Groups of pull and push; where ranks of a node relay, their second hops have groups of the
     node's ranks.
     """
-    nodes = (
-        [
-            range(num_ranks)[begin : begin + ranks_per_node]
-            for begin in range(0, num_ranks, ranks_per_node)
-        ]
-        if ranks_per_node
-        else []
-    )
+    nodes = _in_parts(range(num_ranks), ranks_per_node) if ranks_per_node else []
     everyone: list[GroupKey] = [("pull", range(num_ranks)), ("push", range(num_ranks))]
     return everyone + [(purpose, node) for purpose in ("pull_node", "push_node") for node in nodes]
 
@@ -289,7 +275,7 @@ class Role:
         if self.scheme.sp == 1:
             return "tp", self.tp_ranks
         row = self.stage * self.scheme.cp + self.cp_rank
-        return "ep", _ep_groups(self.scheme, self.ranks)[row]
+        return "ep", _in_parts(self.ranks, self.scheme.sp * self.scheme.tp)[row]
 
     @property
     def ep_place(self) -> int:
