@@ -183,6 +183,7 @@ def test_a_profile_says_its_flops_or_its_sizes():
 
 def test_the_peak_is_that_of_the_device():
     assert find_peak_flops("NVIDIA H100 80GB HBM3") == find_peak_flops("H100-80GB") == 989e12
+    assert find_peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
     assert find_peak_flops("NVIDIA H100 PCIe") is None  # 756e12, which no file says
     assert find_peak_flops("cpu") is None
     assert find_peak_flops(None) is None

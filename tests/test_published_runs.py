@@ -9,7 +9,6 @@ from statistics import median
 import pytest
 from shared_data import REPOSITORY, shared_json
 
-from ds_hydra.configs import find_file
 from ds_hydra.lab.simulator.cases import Workload
 from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
@@ -113,13 +112,3 @@ def test_every_scheme_with_cp_has_the_overhead_of_pieces(text):
     more = [Costs(profile, own).latency(scheme).constant_ms for own in (cluster, without)]
     pieces_ms = cluster.hardware.pieces_overhead_ms
     assert more[0] - more[1] == pytest.approx(32 / scheme.pp * pieces_ms)
-
-
-@pytest.mark.parametrize(
-    ("card", "adapter_gb"),
-    [("a100", 200), ("a100_40gb", 200), ("h100", 400), ("h200", 400), ("b200", 400)],
-)
-def test_nodes_have_an_adapter_for_each_device(card, adapter_gb):
-    """Of so many Gb/s, as in the vendor's own systems."""
-    document = json.loads(find_file("hardware", card).read_text())
-    assert document["inter_node_bytes_per_s"] == 8 * adapter_gb * 1e9 / 8

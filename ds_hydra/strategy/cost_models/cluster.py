@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 
 _PARAM_BYTES = 2
 """A parameter is pulled in 16 bit."""
-GRADIENT_BYTES = 2
+_PUSHED_BYTES = 2
 """A gradient is pushed in 16 bit and summed in 32 by its owner: DeepSpeed's default for bf16."""
-MAIN_GRADIENT_BYTES = 4
+_MAIN_GRADIENT_BYTES = 4
 """Megatron-LM reduces its main gradients in 32 bit."""
 _STEP_BYTES = 80
 """Bytes of memory traffic of a parameter in DeepSpeed's step, as measured: 74 on one H100 and 97 on
@@ -55,7 +55,7 @@ class Cluster:
     shape: ModelShape
     hardware: Hardware
     num_devices: int
-    gradient_bytes: float = GRADIENT_BYTES
+    gradient_bytes: float = _PUSHED_BYTES
     """Bytes of an element that is pushed where states are fully sharded (DeepSpeed's
     `communication_data_type`).
     """
@@ -95,7 +95,7 @@ class Cluster:
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
-        gradient_bytes = self.gradient_bytes if is_fully_sharded else MAIN_GRADIENT_BYTES
+        gradient_bytes = self.gradient_bytes if is_fully_sharded else _MAIN_GRADIENT_BYTES
         return LinkTimes(
             pull_ms=_PARAM_BYTES * slowest,
             push_ms=gradient_bytes * slowest,
@@ -208,7 +208,7 @@ def _needed_share(
 def try_cluster(
     profile: Profile,
     num_devices: int,
-    gradient_bytes: float = GRADIENT_BYTES,
+    gradient_bytes: float = _PUSHED_BYTES,
     devices_per_node: int | None = None,
 ) -> Cluster | None:
     """`find_cluster` with pushed gradients of so many bytes and, where these are known, nodes of so

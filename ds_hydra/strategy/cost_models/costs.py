@@ -25,7 +25,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     key_values_ms,
     sequence_parallel_latency,
 )
-from ds_hydra.strategy.cost_models.cluster import GRADIENT_BYTES, Cluster, try_cluster
+from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.memory_model import MOST_KEY_VALUE_PARTS, key_value_parts
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import (
@@ -89,11 +89,9 @@ class Costs:
         self._prices: dict[Scheme, Price | None] = {}
 
     @classmethod
-    def of(
-        cls, profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
-    ) -> Costs:
+    def of(cls, profile: Profile, num_devices: int) -> Costs:
         """Costs on the interconnects of the profile's hardware, where that is described."""
-        return cls(profile, try_cluster(profile, num_devices, gradient_bytes))
+        return cls(profile, try_cluster(profile, num_devices))
 
     @cached_property
     def measured(self) -> Costs:

@@ -28,7 +28,9 @@ from ds_hydra.configs.files import (
     LARGEST,
     MAX_DEVICES,
     MAX_LENGTH_TOKENS,
+    check_count,
     check_number,
+    check_object,
     find_profile,
     read_count,
     read_json_object,
@@ -427,15 +429,16 @@ def _check_model(model: Mapping[str, Any]) -> None:
     of another kind; what is null is not said.
     """
     model = {key: value for key, value in model.items() if value is not None}
-    for key in {"intermediate_size", "num_attention_heads"} & model.keys():
-        read_count(model, key, least=1, most=_LARGEST_COUNT)
-    if "num_key_value_heads" in model:
-        heads = model.get("num_attention_heads", _LARGEST_COUNT)
-        read_count(model, "num_key_value_heads", least=1, most=heads)
-    if "attention_width" in model:
-        read_count(model, "attention_width", most=_LARGEST_COUNT)
-    for key in {"layer", "parameters"} & model.keys():
-        read_object(model, key)
+    heads = model.get("num_attention_heads", _LARGEST_COUNT)
+    for key, least, most in (
+        ("intermediate_size", 1, _LARGEST_COUNT),
+        ("num_attention_heads", 1, _LARGEST_COUNT),
+        ("num_key_value_heads", 1, heads),
+        ("attention_width", 0, _LARGEST_COUNT),
+    ):
+        check_count(model.get(key, least), key, least=least, most=most)
+    for key in ("layer", "parameters"):
+        check_object(model.get(key, {}), key)
     if not model.get("experts"):
         return
     experts = {"shared_size": 0, "layer_share": 1.0, **read_object(model, "experts")}
