@@ -417,15 +417,6 @@ def expert_parallel_latency(
     )
 
 
-def eight_bit_params(shape: ModelShape) -> float:
-    """Elements of a layer's weights that may multiply in 8 bits: all but the experts that tokens
-    choose from.
-    """
-    e, means = shape.experts, shape.means
-    chosen = 0.0 if e is None else means.expert_params * e.chosen / e.num
-    return means.active_params - chosen
-
-
 def _eight_bit_work(shape: ModelShape, layers: float, tp: int) -> tuple[float, float, float]:
     """Work of a stage whose linear layers multiply in 8 bits, by micro-batch of a rank: FLOP for
     each token, bytes that casts move for each token, and for weights.
@@ -435,8 +426,9 @@ def _eight_bit_work(shape: ModelShape, layers: float, tp: int) -> tuple[float, f
     in passing, and how ranks of a TP group agree on scales.
     """
     means, hidden, e = shape.means, shape.hidden_size, shape.experts
-    params, inner = eight_bit_params(shape), means.kept_width
+    params, inner = means.active_params, means.kept_width
     if e is not None:
+        params -= means.expert_params * e.chosen / e.num
         inner -= e.layer_share * e.chosen * e.size
     heads = means.attention_width * (2 + 2 * shape.key_value_share)
     features = 4 * hidden * means.mixer_share + heads + 3 * (hidden + inner)

@@ -216,12 +216,13 @@ class Profile:
         """
         if scheme in self.latency:
             return self.latency[scheme]
-        if scheme.hpz and replace(scheme, stages=(), ckpt=0) not in self.latency:
+        even, plain = replace(scheme, stages=(), ckpt=0), scheme.without_options()
+        if scheme.hpz and even not in self.latency:
             return self.get_latency(scheme.crossing).on_nodes
-        base = self.latency.get(self._base(scheme))
+        # Of gathered layers where the profile has those
+        base = self.latency.get(even, self.latency.get(plain))
         if base is not None:
             return base.scaled(*slowest_stage_ratios(scheme, self.memory.num_layers))
-        plain = scheme.without_options()
         wanted = (
             scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
         )
@@ -244,13 +245,6 @@ class Profile:
         stay on the node; None for others.
         """
         return next((s for s in (scheme, scheme.crossing) if s in self.latency), None)
-
-    def _base(self, scheme: Scheme) -> Scheme:
-        """Return the scheme from which T of `scheme` is derived: even stages without checkpoints,
-        gathered where the profile has that.
-        """
-        even = replace(scheme, stages=(), ckpt=0)
-        return even if even in self.latency else scheme.without_options()
 
     def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
         """MaxLen(scheme) on a cluster of `num_devices`."""
