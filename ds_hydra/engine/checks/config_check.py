@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -337,7 +337,7 @@ def _build_model(
             float8_exclude=hydra.float8_exclude,
             offloads_optimizer=offloads_optimizer(ds_config),
         )
-    report.parameters = count_parameters(model).to_json()
+    report.parameters = asdict(count_parameters(model))
     check_context(model.abilities, config, hydra.context_length)
     if problem := find_softcap_problem(config, dtype):
         report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
