@@ -32,7 +32,7 @@ from ds_hydra.engine.profiling.memory import as_the_engine_needs, count_activati
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes, has_removed_schemes
+from ds_hydra.strategy.profiles.profile import engine_states, exchange_bytes
 
 MODELS = ("7b", "13b", "32b")
 
@@ -109,19 +109,6 @@ def test_forward_alone_holds_a_layer_hidden_states_and_logits(model):
     shorter = profile.forward_only(1 / 4, holds_longer=False)
     assert shorter.max_len_tokens(scheme, 64) == profile.max_len_tokens(scheme, 64)
     assert profile.forward_only(1 / 3, holds_longer=True).document == profile.document
-
-
-def test_a_profile_measured_with_re_pulls_names_what_replaces_them():
-    document = shared_json("profiles/a800_llama2_7b.json")
-    memory = {**document["memory"], "repull_layers": 4}
-    with pytest.raises(HydraConfigError, match=r"repull_layers of its memory is 4.*<1,1;gather>"):
-        Profile.from_json({**document, "memory": memory})
-    Profile.from_json({**document, "memory": {**memory, "repull_layers": 0}})
-    assert has_removed_schemes({**document, "memory": memory})
-    for option in ({"repull": 3}, {"stream": True}):
-        scheme = {"tp": 1, "pp": 1, **option}
-        assert has_removed_schemes({**document, "schemes": [*document["schemes"], scheme]})
-    assert not has_removed_schemes(document)
 
 
 FAMILIES = [

@@ -94,11 +94,8 @@ def test_parts_in_text(text, scheme, canonical):
         ("<2,1;sp=2>", "cannot read 'sp=2'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
         ("<2,1;ckpt=0>", "ckpt is 0, expected one number from 1 up"),
-        ("<2,1;repull=3>", "<2,1;repull=3>': repull is no longer an option: write ;gather"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
-        ("<2,1;stream>", "<2,1;stream>': stream is no longer an option: write ;gather in all"),
-        ("<2,1;stream=0>", "stream is no longer an option"),
         ("<2,1;gather;gather>", "says gather twice"),
         (
             "<sp4,1;ep=3>",
@@ -121,8 +118,8 @@ def test_parts_that_are_wrong_are_named(text, wanted):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"stages": "2,2"}, {"stages": [2, 2.0]}, {"stages": [4]}, {"ckpt": 1.5}, {"ckpt": True}, {"repull": 3},
-        {"sp": "2"}, {"stream": "all"}, {"stream": True}, {"gather": "every"}, {"gather": None},
+        {"stages": "2,2"}, {"stages": [2, 2.0]}, {"stages": [4]}, {"ckpt": 1.5}, {"ckpt": True},
+        {"sp": "2"}, {"gather": "every"}, {"gather": None},
     ],
 )  # fmt: skip
 def test_parts_of_documents_that_are_wrong_are_refused(parts):

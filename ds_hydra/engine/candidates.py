@@ -50,7 +50,7 @@ from ds_hydra.sampler.sample_bench import CandidateSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.cost_models.costs import Costs
-from ds_hydra.strategy.profiles.profile import has_removed_schemes, load_profile
+from ds_hydra.strategy.profiles.profile import load_profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.enumeration import (
     load_strategies,
@@ -235,8 +235,7 @@ class EngineCandidates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a profile that was measured on the same number of ranks, so that plans do not
         depend on a second measurement; on another number, with another `hydra.float8` or another
-        way of TP, or where it has schemes that are gone or does not know the candidates, the
-        new measurement stands.
+        way of TP, or where it does not know the candidates, the new measurement stands.
         """
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
         was = {"float8": None, **state.get("config", {})}
@@ -246,7 +245,6 @@ class EngineCandidates:
             same_ranks
             and was["float8"] == self.config.float8
             and (profile or {}).get("tp_sequence_parallel", cut) == cut
-            and not has_removed_schemes(profile or {})
         )
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if state.get("latency") and not same_times and self.is_first_rank:

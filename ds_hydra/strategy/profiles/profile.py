@@ -44,7 +44,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES, MemoryModel
 from ds_hydra.strategy.schemes.scheme import (
     FORWARD_FRACTION,
-    REMOVED_OPTIONS,
     Scheme,
     slowest_stage_ratios,
 )
@@ -348,11 +347,6 @@ class Profile:
             per_tp = read_object(memory, "activation_bytes_per_token_per_layer_per_hidden")
             saturation = read_object({"saturation_tokens": {}, **document}, "saturation_tokens")
             _check_model(model)
-            if memory.get("repull_layers"):
-                raise HydraConfigError(
-                    f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which gathered layers "
-                    "replace; measure the profile anew, with schemes such as <1,1;gather> in hydra.strategies"
-                )
             optional: dict[str, Any] = {
                 name: check_number(memory.get(key, 0), key, most=most)
                 for name, (key, most) in _OPTIONAL_MEMORY.items()
@@ -458,16 +452,6 @@ def read_key_value_share(model: Mapping[str, Any]) -> float:
 def _read_ratio(hardware: Mapping[str, Any], key: str) -> float | None:
     value = hardware.get(key)
     return None if value is None else check_number(value, f"hardware.{key}", least=1)
-
-
-def has_removed_schemes(document: Mapping[str, Any]) -> bool:
-    """Whether a profile document is of an earlier version and has schemes that are gone."""
-    memory, schemes = document.get("memory"), document.get("schemes")
-    entries = [memory, *schemes] if isinstance(schemes, list) else [memory]
-    return any(
-        isinstance(entry, Mapping) and any(map(entry.get, ("repull_layers", *REMOVED_OPTIONS)))
-        for entry in entries
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

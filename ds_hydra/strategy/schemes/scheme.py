@@ -26,12 +26,6 @@ _FLAGS = ("gather", "hpz", "offload")
 MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
 
-REMOVED_OPTIONS = ("stream", "repull")
-"""Options of earlier versions."""
-
-INSTEAD = "no longer an option: write ;gather in all pipelines (of PP 1), as in <2,1;gather>, or leave it out"
-"""Advice for `REMOVED_OPTIONS`."""
-
 FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
     "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<cp8,sp2,1>', "
@@ -53,8 +47,6 @@ def read_notation(body: str) -> dict[str, Any]:
     for text in rest:
         match = _OPTION.fullmatch(text)
         name, counts = match.groups() if match is not None else (text.strip(), None)
-        if name in REMOVED_OPTIONS:
-            raise HydraConfigError(f"scheme {shown}: {name} is {INSTEAD}")
         if name not in (_COUNTED if counts else _FLAGS):
             raise HydraConfigError(
                 f"scheme {shown}: cannot read {text.strip()[:80]!r}; its options are "
@@ -237,8 +229,6 @@ class Scheme:
         options = {key: document[key] for key in _DEFAULTS if key in document}
         if options.get("hpz") is True:
             options["gather"] = True
-        for name in filter(document.get, REMOVED_OPTIONS):
-            raise HydraConfigError(f"{name} of a scheme is {INSTEAD}")
         for name, value in options.items():
             if type(value) is not type(_DEFAULTS[name]):
                 wanted = {bool: "true or false", int: "a whole number", list: "layer counts"}
