@@ -16,7 +16,7 @@ def shipped():
 
 
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
-@pytest.mark.parametrize("term", ["quadratic_ms", "linear_ms", "constant_ms"])
+@pytest.mark.parametrize("term", ["quadratic_ms", "linear_ms", "constant_ms", "traffic_ms"])
 def test_coefficients_that_cannot_be_are_refused(term, value):
     document = shipped()
     document["schemes"][3][term] = value
