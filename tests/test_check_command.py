@@ -133,8 +133,7 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**narrow, "num_hidden_layers": 32}))
     found = problems_of(changed(hydra={"strategies": ["2x<4,1>"]}), model=str(tmp_path))
     assert "TP 4 does not divide the model's 2 attention heads" in found[0]
-    plain = changed(hydra={"planner": {"space": "plain"}})
-    report = report_on(plain, model=str(tmp_path))
+    report = report_on(BASE, model=str(tmp_path))
     assert {row["scheme"][1] for row in report.schemes} <= {"1", "2"}
 
 
@@ -154,7 +153,7 @@ def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtyp
 
 def test_the_kernel_of_attention_is_named_and_why_faster_ones_are_not():
     def check(**hydra):
-        return report_on(changed(hydra={"profile": None, **hydra}), model="llama2_7b")
+        return report_on(changed(hydra=hydra), model="llama2_7b")
 
     with installed("flash_attention_2"):
         assumed = " ".join(check().assumed)
@@ -369,10 +368,9 @@ def test_tp_groups_wider_than_a_node_are_pointed_out(tmp_path):
 
 
 def test_what_could_not_be_judged_is_said_and_init_names_the_command_that_judges(tmp_path):
-    path, model = tmp_path / "ds_config.json", tmp_path / "config.json"
-    model.write_text(json.dumps({**load_model_preset("llama2_7b"), "num_hidden_layers": 4}))
-    sizes = ("--model", model, "--devices", 2)
-    started = accepted("init", *sizes, "--hardware", "h100", "--context", 8192, "--out", path)
+    path = tmp_path / "ds_config.json"
+    sizes = ("--model", "qwen3_8b", "--devices", 8)
+    started = accepted("init", *sizes, "--hardware", "h100", "--context", 32768, "--out", path)
     (command,) = [line for line in started.stderr.splitlines() if line.startswith("check it: ")]
     unjudged = accepted("check", path, *sizes)
     assert "memory and time were not judged: give --hardware" in unjudged.stdout
