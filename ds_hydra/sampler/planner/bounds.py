@@ -222,23 +222,20 @@ def _worth_most(capacities: FloatArray, count: int, prices: FloatArray) -> tuple
 
 
 @compiled
-def _alone_ms(problem: DispatchProblem, kind: int, i: int) -> float:
-    """Time of a pipeline of `kind` with sequence `i` alone; infinite where it does not fit."""
-    if problem.lengths[i] > problem.max_len_tokens[kind]:
-        return np.inf
-    computed_ms = problem.sequence_ms[kind, i] + problem.constant_ms[kind]
-    return float(problem.num_stages[kind] * max(computed_ms, problem.traffic_ms[kind]))
-
-
-@compiled
 def _longest_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
     """Longest sequence (index) that each kind can run within `limit_ms`; the number of sequences
     for none.
     """
     longest_allowed = np.zeros(problem.num_stages.size, dtype=np.int64)
     for kind in range(longest_allowed.size):
+        constant, num_stages = problem.constant_ms[kind], problem.num_stages[kind]
         first = 0
-        while first < problem.lengths.size and _alone_ms(problem, kind, first) > limit_ms:
+        while first < problem.lengths.size and (
+            problem.lengths[first] > problem.max_len_tokens[kind]
+            or num_stages
+            * max(problem.sequence_ms[kind, first] + constant, problem.traffic_ms[kind])
+            > limit_ms
+        ):
             first += 1
         longest_allowed[kind] = first
     return longest_allowed
@@ -432,7 +429,12 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
     for i in range(problem.lengths.size):
         alone = np.inf
         for kind in range(problem.num_stages.size):
-            alone = min(alone, _alone_ms(problem, kind, i))
+            if problem.lengths[i] <= problem.max_len_tokens[kind]:
+                time = problem.num_stages[kind] * max(
+                    problem.sequence_ms[kind, i] + problem.constant_ms[kind],
+                    problem.traffic_ms[kind],
+                )
+                alone = min(alone, time)
         low = max(low, alone)
     prices = _first_prices(problem)
     # Prices go from one step of the bisection to the next: near limits have near prices.

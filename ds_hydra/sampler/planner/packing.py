@@ -94,7 +94,10 @@ def improve_micro_batches(
         for i in range(micro_batches.size):
             # By the closed form nothing counts but the slowest micro-batch.
             if cost.is_exact or state.times[micro_batches[i]] == state.times.max():
-                best, left = _exchange_sequence(
+                best, left = _move_sequence(
+                    sequence_ms, lengths, micro_batches, i, state, cost, best, left
+                )
+                best, left = _swap_sequence(
                     sequence_ms, lengths, micro_batches, i, state, cost, best, left
                 )
         if best == before:
@@ -132,7 +135,7 @@ def _swap_micro_batches(
 
 
 @compiled
-def _exchange_sequence(
+def _move_sequence(
     sequence_ms: FloatArray,
     lengths: IntArray,
     micro_batches: IntArray,
@@ -142,43 +145,69 @@ def _exchange_sequence(
     best: float,
     left: int,
 ) -> tuple[float, int]:
-    """Moves sequence `i` to any micro-batch, then swaps it with shorter ones, where that helps;
-    returns the objective and evaluations left.
+    """Moves sequence `i` to any micro-batch where that helps; returns the objective and evaluations
+    left.
     """
-    num_micro_batches = state.times.size
-    for other in range(num_micro_batches + micro_batches.size - i - 1):
+    for target in range(state.times.size):
+        source = micro_batches[i]
+        # The last sequence stays: how many micro-batches there are is decided elsewhere.
+        if left <= 0 or state.counts[source] == 1:
+            break
+        if target == source or state.tokens[target] + lengths[i] > cost.max_len_tokens:
+            continue
+        state.times[source] -= sequence_ms[i]
+        state.times[target] += sequence_ms[i]
+        value = _objective_ms(state.times, cost)
+        left -= 1
+        if value < best * (1 - EPSILON):
+            best = value
+            micro_batches[i] = target
+            state.tokens[source] -= lengths[i]
+            state.tokens[target] += lengths[i]
+            state.counts[source] -= 1
+            state.counts[target] += 1
+        else:
+            state.times[source] += sequence_ms[i]
+            state.times[target] -= sequence_ms[i]
+    return best, left
+
+
+@compiled
+def _swap_sequence(
+    sequence_ms: FloatArray,
+    lengths: IntArray,
+    micro_batches: IntArray,
+    i: int,
+    state: _MicroBatchState,
+    cost: PipelineCost,
+    best: float,
+    left: int,
+) -> tuple[float, int]:
+    """Swaps sequence `i` with shorter ones where that helps; returns the objective and evaluations
+    left.
+    """
+    for j in range(i + 1, micro_batches.size):
+        source, target = micro_batches[i], micro_batches[j]
+        # Lengths descend, so j is never the longer one, and only its micro-batch can overflow.
+        tokens = lengths[i] - lengths[j]
         if left <= 0:
             break
-        j = i + 1 + other - num_micro_batches  # the one to swap with; `i` and less: none, a move
-        source, target = micro_batches[i], other
-        tokens, delta = lengths[i], sequence_ms[i]
-        if j > i:
-            # Lengths descend, so j is never the longer one, and only its micro-batch can overflow.
-            target = micro_batches[j]
-            tokens -= lengths[j]
-            delta -= sequence_ms[j]
-        elif state.counts[source] == 1:
-            continue  # the last sequence stays: how many micro-batches there are is decided elsewhere
         if source == target or tokens == 0 or state.tokens[target] + tokens > cost.max_len_tokens:
             continue
+        delta = sequence_ms[i] - sequence_ms[j]
         # Taking back adds the same number again: rounding stays below what EPSILON lets count.
         state.times[source] -= delta
         state.times[target] += delta
         value = _objective_ms(state.times, cost)
         left -= 1
-        if value >= best * (1 - EPSILON):
+        if value < best * (1 - EPSILON):
+            best = value
+            micro_batches[i], micro_batches[j] = target, source
+            state.tokens[source] -= tokens
+            state.tokens[target] += tokens
+        else:
             state.times[source] += delta
             state.times[target] -= delta
-            continue
-        best = value
-        micro_batches[i] = target
-        state.tokens[source] -= tokens
-        state.tokens[target] += tokens
-        if j > i:
-            micro_batches[j] = source
-        else:
-            state.counts[source] -= 1
-            state.counts[target] += 1
     return best, left
 
 
