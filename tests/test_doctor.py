@@ -62,15 +62,13 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
     assert set(found) == CHECKS
     assert found["hangs"]["figures"]["iterations"] > 0
     gradients = [f for f in well["findings"] if f["check"] == "gradients"]
-    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 5, 3, 2]
-    assert all(
-        e <= 1e-5 for f in (*gradients[:2], gradients[3]) for e in f["figures"]["errors"].values()
-    )
-    in_bf16 = gradients[2]["figures"]["errors"].values()
+    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 3, 2]
+    assert all(e <= 1e-5 for f in gradients[::2] for e in f["figures"]["errors"].values())
+    in_bf16 = gradients[1]["figures"]["errors"].values()
     assert all(1e-4 < e < 5e-2 for e in in_bf16), in_bf16  # half of what is allowed
-    assert list(gradients[3]["figures"]["errors"]) == ["2x<1,1;gather>", "2x<1,1;gather>, again"]
+    assert list(gradients[2]["figures"]["errors"]) == ["2x<1,1;gather>", "2x<1,1;gather>, again"]
     assert not wrong["is_well"]
-    bad = [f for f in wrong["findings"] if f["check"] == "gradients"][:3]
+    bad = [f for f in wrong["findings"] if f["check"] == "gradients"][:2]
     assert all(f["status"] == "problem" and "wrong: 1x<2,1>" in f["text"] for f in bad)
     assert all(f["advice"] for f in bad)
 
@@ -85,7 +83,13 @@ def one_rank_sleeps():
 
     def train(self, propagator, strategy):
         self.count = getattr(self, "count", 0) + 1
+<<<<<<< HEAD
         if self.count == 11:  # the first that looks for hangs
+||||||| 8a86905c
+        if self.count == 13:
+=======
+        if self.count == 8:  # the third of those that look for hangs
+>>>>>>> w-link
             store = torch.distributed.distributed_c10d._get_default_store()
             if propagator.rank == 1:
                 store.set("asleep", "1")

@@ -23,7 +23,8 @@ from ds_hydra.engine.losses.loss import PLAIN, CrossEntropy, HeadLoss, Loss
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_scheme
 from ds_hydra.engine.parallel import logits as passes
-from ds_hydra.engine.parallel.logits import IGNORED_LABEL, LogitTransform, Vocabulary
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
+from ds_hydra.engine.parallel.logits import IGNORED_LABEL, Vocabulary
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme

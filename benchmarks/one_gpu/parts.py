@@ -19,7 +19,8 @@ from ds_hydra.engine.model.attention_choice import kernels_here
 from ds_hydra.engine.model.attention_contract import Demand, Scoring
 from ds_hydra.engine.model.attention_operator import KernelUse, attend, attention_per_sequence
 from ds_hydra.engine.model.current_micro_batch import PackedMicroBatch
-from ds_hydra.engine.parallel.logits import LogitTransform, Vocabulary
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
+from ds_hydra.engine.parallel.logits import Vocabulary
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 
 TOKENS, VOCABULARIES, WIDTH = (16_384, (32_000, 128_256), 4096) if HAS_GPU else (64, (512,), 32)

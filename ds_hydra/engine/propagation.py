@@ -25,7 +25,8 @@ from ds_hydra.engine.model.attention_choice import prepare_kernels
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors, Task, long_segments
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.parallel.logits import LogitTransform, Vocabulary
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
+from ds_hydra.engine.parallel.logits import Vocabulary
 from ds_hydra.engine.parallel.one_f_one_b import PipelineStage, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import TokenShards
 from ds_hydra.engine.parallel.token_cuts import TokenLayout

@@ -299,7 +299,8 @@ def build(rest: Kernel) -> Kernel:
             return rest.forward(query, key, value, ends, scoring)
 
         def attend_rest(heads: Sequence[Tensor], of_rest: Ends) -> tuple[Tensor, Tensor]:
-            out, lse_HT = rest.forward(*heads, of_rest, scoring)
+            query, key, value = heads
+            out, lse_HT = rest.forward(query, key, value, of_rest, scoring)
             return out, lse_HT.t()
 
         run_long = functools.partial(attend_long, scale=scoring.scale)

@@ -40,7 +40,7 @@ from ds_hydra.engine.model.decoder_parts import (
     bindings_of,
     noting_calls,
 )
-from ds_hydra.engine.parallel.logits import LogitTransform
+from ds_hydra.engine.parallel.logit_transform import LogitTransform
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 from ds_hydra.environment import count_own_cores
 from ds_hydra.errors import HydraConfigError

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ds_hydra.engine.parallel.logits import LogitTransform, RowGradients
+from ds_hydra.engine.parallel.logit_transform import LogitTransform, RowGradients
 
 _BLOCK = 4096
 """Columns that a program works on at a time."""
