@@ -83,13 +83,7 @@ def one_rank_sleeps():
 
     def train(self, propagator, strategy):
         self.count = getattr(self, "count", 0) + 1
-<<<<<<< HEAD
-        if self.count == 11:  # the first that looks for hangs
-||||||| 8a86905c
-        if self.count == 13:
-=======
-        if self.count == 8:  # the third of those that look for hangs
->>>>>>> w-link
+        if self.count == 6:  # the first that looks for hangs
             store = torch.distributed.distributed_c10d._get_default_store()
             if propagator.rank == 1:
                 store.set("asleep", "1")
