@@ -276,6 +276,16 @@ def test_degrees_that_do_not_fit_are_refused_with_those_that_do(family, sizes, s
         check_scheme(stage_model, replace(scheme, **{degrees[1].lower(): int(degree)}))
 
 
+def test_the_padding_token_is_a_row_of_one_ranks_slice():
+    """Of 251 rows two ranks have 125 and 126."""
+    stage_model, found = StageModel(tiny("llama", pad_token_id=200)), []
+    for rank in range(2):
+        stage_model.tp.enter(None, 2, rank)
+        found.append(stage_model._local_padding_idx((125, 126)[rank]))
+    stage_model.tp.enter(None, 1, 0)
+    assert found == [None, 75]
+
+
 def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
     model = tiny("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
