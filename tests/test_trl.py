@@ -95,7 +95,7 @@ CASES = {
     "dpo": {"data": pairs},
     "dpo lora": {
         "data": pairs,
-        "arguments": {"learning_rate": 1e-2, "max_steps": 5},
+        "arguments": {"learning_rate": 1e-2, "gradient_accumulation_steps": 2, "max_steps": 5},
         "more": lambda: {"peft_config": lora()},
     },
     "smoothed stream": {
