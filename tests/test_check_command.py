@@ -341,7 +341,7 @@ def test_schemes_with_parts_are_checked_and_derived():
     assert tokens["<1,2>"] < 6000 < tokens["<1,2;ckpt=8>"]
     config = changed(hydra={"strategies": ["16x<1,1;stream>"]})
     (problem,) = problems_of(config, model="llama2_7b", num_devices=16)
-    assert "stream is no longer an option: write ;gather" in problem
+    assert "cannot read 'stream'; its options are ckpt, stages" in problem
     for texts, words in (
         (["4x<1,2;stages=14,17>"], "stages have 31 layers, the model has 32; make them sum to 32"),
         (

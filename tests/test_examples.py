@@ -112,7 +112,7 @@ def run_examples(folder, left_out):
                     "--ds_config",
                     small_config(name, folder),
                     "--iterations",
-                    "3",
+                    "4",
                     "--run_dir",
                     f"{shared}/{name}",
                 ]
@@ -162,7 +162,7 @@ def test_every_example_runs(tmp_path, left_out):
     for name in PRETRAINING & first.keys():
         losses, _ = first[name]
         assert losses == results[1][name][0]
-        assert len(losses) == 3
+        assert len(losses) == 4
         assert losses[-1] < losses[0]
         assert (tmp_path / name).is_dir()
     assert "held-out loss" in first["custom_loop"][1]

@@ -120,7 +120,7 @@ def check_trainer(folder):
         {"use_liger_kernel": True, "liger_kernel_config": {"rope": False, "swiglu": True}},
     ):
         args = test_trainer.training_arguments(
-            folder, hydra={"strategies": ["1x<1,1>"]}, output_dir=folder, max_steps=2, **settings
+            folder, folder, hydra={"strategies": ["1x<1,1>"]}, max_steps=2, **settings
         )
         model = test_trainer.small_model()
         trainer = ds_hydra.HydraTrainer(model=model, args=args, train_dataset=data)

@@ -678,15 +678,19 @@ def check_folders_are_tried(folder):
         assert os.listdir(f"{folder}/{name}") == [], name
     model = small_model()
     model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
-    for name, settings in (
-        ("model.generation_config", {"model": model}),
-        ("processing_class", {"processing_class": object()}),
+    for name, trainer in (
+        ("model.generation_config", start("generation", model=model)),
+        ("processing_class", start("tokenizer")),
     ):
-        said = error_of(start(name, **settings).train)
+        if name == "processing_class":
+            trainer.processing_class = object()
+        said = error_of(trainer.train)
         assert f"{name} cannot be saved, as it is with every checkpoint" in said
     said = []
     with mock.patch.object(HydraTrainer, "_warn", lambda self, text: said.append(text)):
-        start("nothing", processing_class=object(), save_strategy="no").train()
+        trainer = start("nothing", save_strategy="no")
+        trainer.processing_class = object()
+        trainer.train()
     assert sum("processing_class cannot be saved" in text for text in said) == (rank == 0)
     own = Path(folder, f"host{rank}")  # no folder that ranks share
     check = functools.partial(files.try_folder, own, "output_dir", torch.device("cpu"))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from ds_hydra.zero_link.layout import (
     Hop,
     IntArray,
     Store,
-    StridedBlock,
 )
 
 
@@ -46,6 +46,27 @@ class StridedCopy:
     packed_begin: int
     packed_stride: int
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its elements lie one after another on both sides."""
+        count, rows, cols = self.shape
+        is_block = rows == 1 or self.strides[1] == cols
+        return is_block and (count == 1 or self.strides[0] == self.packed_stride == rows * cols)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of one list, plain ones first: the host decides once which go into one kernel."""
+
+    each: tuple[StridedCopy, ...]
+    num_plain: int
+
+    @classmethod
+    def of(cls, copies: Iterable[StridedCopy]) -> Copies:
+        """`copies` in the order of the list."""
+        each = sorted(copies, key=lambda copy: not copy.is_plain)
+        return cls(tuple(each), sum(copy.is_plain for copy in each))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedBuffer:
@@ -54,7 +75,7 @@ class PackedBuffer:
     """
 
     splits: tuple[int, ...]
-    copies: tuple[StridedCopy, ...]
+    copies: Copies
 
     @property
     def numel(self) -> int:
@@ -70,8 +91,8 @@ class OrderedSum:
 
     numel: int
     begins: tuple[int | None, ...]
-    targets: tuple[StridedCopy, ...]
-    own: tuple[StridedCopy, ...]
+    targets: Copies
+    own: Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +104,35 @@ class PackedHop:
     shards: PackedBuffer
     slices: PackedBuffer
     additions: tuple[OrderedSum, ...]
+    owned: Copies
+    needed: Copies
+    """Blocks that this rank both owns and needs: in the shard, and in slices."""
 
 
 def pack_hop(hop: Hop, rank: int, num_ranks: int) -> PackedHop:
     """Plan the packing of `hop`: the copies that fill and empty its buffers. Pure."""
     shards = _packed_buffer(hop.outgoing, num_ranks)
+    local = [
+        tuple(_block(batch, piece) for batch, piece in zip(both, pieces))
+        for both in hop.local
+        for pieces in zip(*(batch.table.tolist() for batch in both), strict=True)
+    ]
+    local.sort(key=lambda both: not all(copy.is_plain for copy in both))
+    num_plain = sum(all(copy.is_plain for copy in both) for both in local)
+    owned, needed = zip(*local) if local else ((), ())
     return PackedHop(
         shards=shards,
         slices=_packed_buffer(hop.incoming, num_ranks),
         additions=tuple(_ordered_sums(hop, rank, shards.splits)),
+        owned=Copies(owned, num_plain),
+        needed=Copies(needed, num_plain),
     )
+
+
+def _block(batch: Batch, piece: Sequence[int]) -> StridedCopy:
+    """A row of the table of `batch`, in its store alone."""
+    key, offset, stride, rows, cols = piece
+    return StridedCopy(batch.store, key, offset, (0, stride), (1, rows, cols), 0, 0)
 
 
 def _packed_buffer(batches: Sequence[Batch], num_ranks: int) -> PackedBuffer:
@@ -110,7 +150,7 @@ def _packed_buffer(batches: Sequence[Batch], num_ranks: int) -> PackedBuffer:
     return PackedBuffer(tuple(splits), _merge_blocks(places))
 
 
-def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> tuple[StridedCopy, ...]:
+def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> Copies:
     """Copies between the blocks of each batch and a buffer in which they begin at a given place,
     one after another; equal blocks at equal distances are one copy.
     """
@@ -127,7 +167,7 @@ def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> tuple[StridedCopy, ...
                 runs.append((kind, run))
             run.append((offset, begin))
             begin += rows * cols
-    return tuple(_copy_of(kind, run) for kind, run in runs)
+    return Copies.of(_copy_of(kind, run) for kind, run in runs)
 
 
 _Kind = tuple[Store, int, int, int, int]
@@ -158,29 +198,32 @@ def _copy_of(kind: _Kind, run: _Places) -> StridedCopy:
     return StridedCopy(store, key, offset, (step[0], stride), shape, begin, step[1])
 
 
+_NOTHING = Copies((), 0)
+
+
 def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[OrderedSum]:
     """Sums into this rank's shards. Classes of ranks where these are disjoint, else rank by
     rank.
     """
     begins = np.concatenate([[0], np.cumsum(splits)])[:-1].tolist()
-    parts: list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]] = []
+    parts: list[tuple[int, Batch, int | None, Copies]] = []
     for batch in hop.outgoing:
         for peer in batch.peers:
-            parts.append((peer, batch, begins[peer], ()))
+            parts.append((peer, batch, begins[peer], _NOTHING))
             begins[peer] += batch.numel
     for target, source in hop.local:
         parts.append((rank, target, None, _merge_blocks([(source, 0)])))
     # Stable: what this rank adds itself takes its place in the order, and batches keep theirs.
     parts.sort(key=lambda part: part[0])
     # What a hop serves is of one store, so equal tables are the same elements.
-    classes: dict[bytes, list[tuple[int, Batch, int | None, tuple[StridedCopy, ...]]]] = {}
+    classes: dict[bytes, list[tuple[int, Batch, int | None, Copies]]] = {}
     for part in parts:
         classes.setdefault(part[1].table.tobytes(), []).append(part)
     # Where an element is in two classes they would change the order in which ranks add to it.
     are_apart = len(classes) < 2 or _are_disjoint([found[0][1].table for found in classes.values()])
     for found in classes.values() if are_apart else [[part] for part in parts]:
         batch = found[0][1]
-        own = next((copies for *_, copies in found if copies), ())
+        own = next((copies for *_, copies in found if copies.each), _NOTHING)
         targets = _merge_blocks([(batch, 0)])
         yield OrderedSum(batch.numel, tuple(part[2] for part in found), targets, own)
 
@@ -208,65 +251,44 @@ class Stores:
     slices_S: Sequence[Tensor]
     stages: dict[int, Tensor]
 
-    def tensor(self, store: Store, key: int) -> Tensor:
-        """The flat tensor of a piece."""
-        if store is Store.RELAY:
-            return self.stages[key]
-        return (self.shards_P if store is Store.SHARD else self.slices_S)[key]
-
-    def view(self, batch: Batch, piece: StridedBlock) -> Tensor:
-        """[rows, cols] of a piece of `batch`."""
-        tensor = self.tensor(batch.store, piece.key)
+    def views(self, copies: Copies) -> list[Tensor]:
+        """[count, rows, cols] of each copy in its store."""
+        of: dict[Store, Any] = {
+            Store.SHARD: self.shards_P, Store.SLICE: self.slices_S, Store.RELAY: self.stages
+        }  # fmt: skip
         # `as_strided` counts from where the storage begins, which other slices share.
-        offset = tensor.storage_offset() + piece.offset
-        return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
-
-    def local_views(self, hop: Hop) -> tuple[list[Tensor], list[Tensor]]:
-        """[rows, cols] of blocks that this rank both owns and needs: in the shard, and in
-        slices.
-        """
-        owned = [self.view(batch, piece) for batch, _ in hop.local for piece in batch.pieces]
-        needed = [self.view(batch, piece) for _, batch in hop.local for piece in batch.pieces]
-        return owned, needed
+        return [
+            tensor.as_strided(copy.shape, (*copy.strides, 1), tensor.storage_offset() + copy.begin)
+            for copy in copies.each
+            for tensor in (of[copy.store][copy.key],)
+        ]
 
 
-def stored_views(stores: Stores, copies: Sequence[StridedCopy]) -> list[Tensor]:
-    """[count, rows, cols] of each copy in its store."""
-    views = []
-    for copy in copies:
-        tensor = stores.tensor(copy.store, copy.key)
-        offset = tensor.storage_offset() + copy.begin
-        views.append(tensor.as_strided(copy.shape, (*copy.strides, 1), offset))
-    return views
-
-
-def packed_views(buffer: Tensor, copies: Sequence[StridedCopy]) -> list[Tensor]:
+def packed_views(buffer: Tensor, copies: Copies) -> list[Tensor]:
     """[count, rows, cols] of each copy in the packed buffer."""
     begin = buffer.storage_offset()
     return [
         buffer.as_strided(
             copy.shape, (copy.packed_stride, copy.shape[2], 1), begin + copy.packed_begin
         )
-        for copy in copies
+        for copy in copies.each
     ]
 
 
 def run_pairs(
-    targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
+    targets: list[Tensor],
+    sources: list[Tensor],
+    num_plain: int,
     run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
 ) -> None:
-    """Call `run` on pairs: contiguous ones in one kernel where the device has one."""
-    runs: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for target, source in zip(targets, sources, strict=True):
-        # One strided pair in the list would make torch run all of it tensor by tensor.
-        if target.is_contiguous() and source.is_contiguous():
-            runs[0].append(target)
-            runs[1].append(source)
-        else:
-            run([target], [source])
-    if runs[0]:
-        run(*runs)
+    """Call `run` on pairs: the plain ones, which come first, in one kernel where the device has
+    one.
+    """
+    if num_plain:
+        run(targets[:num_plain], sources[:num_plain])
+    # One strided pair in the list would make torch run all of it tensor by tensor.
+    for number in range(num_plain, len(targets)):
+        run([targets[number]], [sources[number]])
 
 
 class ExchangeBuffers:

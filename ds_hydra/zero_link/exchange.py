@@ -23,9 +23,8 @@ from ds_hydra.zero_link.buffers import (
     pack_hop,
     packed_views,
     run_pairs,
-    stored_views,
 )
-from ds_hydra.zero_link.layout import STAYS, Hop, LinkPlan, Round
+from ds_hydra.zero_link.layout import STAYS, LinkPlan, Round
 
 _FEW = 2
 """Contributions to a block that are added where the sum belongs."""
@@ -117,10 +116,10 @@ class Link:
         posted = post(0)
 
         def finish() -> None:
-            self._unpack(posted, packed[0], round_.hops[0], stores)
+            self._unpack(posted, packed[0], stores)
             # Not posted before: the second hop sends on what the first one has brought.
             for number in range(1, len(packed)):
-                self._unpack(post(number), packed[number], round_.hops[number], stores)
+                self._unpack(post(number), packed[number], stores)
             for first in [r for r in self._relayed if plan.rounds[r].relayed_until == index]:
                 self._buffers.give_back(self._relayed.pop(first))
 
@@ -192,7 +191,8 @@ class Link:
         hop: int,
     ) -> _Posted:
         outgoing, incoming = (self._buffers.take(side.numel, dtype) for side in (send, receive))
-        run_pairs(packed_views(outgoing, send.copies), stored_views(stores, send.copies))
+        views = packed_views(outgoing, send.copies)
+        run_pairs(views, stores.views(send.copies), send.copies.num_plain)
         work = dist.all_to_all_single(
             incoming,
             outgoing,
@@ -203,15 +203,15 @@ class Link:
         )
         return _Posted(work, outgoing, incoming)
 
-    def _unpack(self, posted: _Posted, packed: PackedHop, hop: Hop, stores: Stores) -> None:
+    def _unpack(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
         """Copy received elements, and own ones that this rank needs, in as few kernels as
         possible.
         """
         posted.work.wait()
-        copies = packed.slices.copies
-        owned, needed = stores.local_views(hop)
-        targets, sources = stored_views(stores, copies), packed_views(posted.incoming, copies)
-        run_pairs(targets + needed, sources + owned)
+        copies, local = packed.slices.copies, packed.needed
+        targets, sources = stores.views(copies), packed_views(posted.incoming, copies)
+        run_pairs(targets, sources, copies.num_plain)
+        run_pairs(stores.views(local), stores.views(packed.owned), local.num_plain)
         self._give_back(posted)
 
     def _add(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
@@ -223,17 +223,17 @@ class Link:
                 self._add_in_place(addition, incoming, stores)
                 continue
             sums = self._buffers.take(addition.numel, stores.dtype)
-            targets = stored_views(stores, addition.targets)
+            targets, num_plain = stores.views(addition.targets), addition.targets.num_plain
             places = packed_views(sums, addition.targets)
-            run_pairs(places, targets)
+            run_pairs(places, targets, num_plain)
             for begin in addition.begins:
                 if begin is not None:
                     # What arrives may have 16 bits, the sum has 32.
                     sums.add_(incoming[begin : begin + addition.numel])
                     continue
-                own = stored_views(stores, addition.own)
-                run_pairs(packed_views(sums, addition.own), own, torch._foreach_add_)
-            run_pairs(targets, places)
+                own, views = addition.own, packed_views(sums, addition.own)
+                run_pairs(views, stores.views(own), own.num_plain, torch._foreach_add_)
+            run_pairs(targets, places, num_plain)
             self._buffers.give_back(sums)
         self._give_back(posted)
 
@@ -241,21 +241,21 @@ class Link:
         """Whether a sum is made where it belongs: for two ranks that takes half of the kernels, for
         many the host would pay for a view of every block of each.
         """
-        own = [(copy.shape, copy.packed_begin) for copy in addition.own]
-        blocks = [(copy.shape, copy.packed_begin) for copy in addition.targets]
+        own = [(copy.shape, copy.packed_begin) for copy in addition.own.each]
+        blocks = [(copy.shape, copy.packed_begin) for copy in addition.targets.each]
         is_plain = self._gradient_dtype == torch.float32 and (not own or own == blocks)
         return is_plain and len(addition.begins) <= _FEW
 
     @staticmethod
     def _add_in_place(addition: OrderedSum, received: Tensor, stores: Stores) -> None:
-        targets = stored_views(stores, addition.targets)
+        targets, num_plain = stores.views(addition.targets), addition.targets.num_plain
         for begin in addition.begins:
-            sources = (
-                stored_views(stores, addition.own)
-                if begin is None
-                else packed_views(received[begin : begin + addition.numel], addition.targets)
-            )
-            run_pairs(targets, sources, torch._foreach_add_)
+            if begin is None:
+                sources, of_own = stores.views(addition.own), addition.own.num_plain
+                run_pairs(targets, sources, min(num_plain, of_own), torch._foreach_add_)
+            else:
+                sources = packed_views(received[begin : begin + addition.numel], addition.targets)
+                run_pairs(targets, sources, num_plain, torch._foreach_add_)
 
     def _give_back(self, posted: _Posted) -> None:
         for buffer in (posted.outgoing, posted.incoming):

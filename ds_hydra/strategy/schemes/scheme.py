@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, groupby
 from typing import Any
 
-from ds_hydra.configs.files import MAX_DEVICES, read_count, read_counts
+from ds_hydra.configs.files import MAX_DEVICES, read_counts
 from ds_hydra.errors import HydraConfigError
 
 _DEGREES = re.compile(
@@ -229,15 +229,17 @@ class Scheme:
         options = {key: document[key] for key in _DEFAULTS if key in document}
         if options.get("hpz") is True:
             options["gather"] = True
+        options |= {"tp": document["tp"], "pp": document["pp"]}
         for name, value in options.items():
-            if type(value) is not type(_DEFAULTS[name]):
+            kind = type(_DEFAULTS.get(name, 1))
+            if type(value) is not kind:
                 wanted = {bool: "true or false", int: "a whole number", list: "layer counts"}
                 raise HydraConfigError(
-                    f"{name} of a scheme is {value!r:.80}, expected {wanted[type(_DEFAULTS[name])]}"
+                    f"{name} of a scheme is {value!r:.80}, expected {wanted[kind]}"
                 )
         if "stages" in options:
             options["stages"] = read_counts(document, "stages", least=1, most=MAX_LAYERS)
-        return cls(read_count(document, "tp"), read_count(document, "pp"), **options)
+        return cls(**options)
 
     def to_json(self) -> dict[str, Any]:
         """ "tp" and "pp", and the options that are set.
