@@ -211,6 +211,7 @@ def check_layers_that_run_again():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_of_layers_that_run_again_wait_for_the_exchange_that_runs():
     """Under TP what is postponed in backward belongs to the pass that backward has repeated."""

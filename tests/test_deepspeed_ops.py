@@ -79,6 +79,7 @@ def test_a_folder_in_which_something_is_written_is_not_quiet(lock, monkeypatch):
     assert naps == [1.0]
 
 
+@pytest.mark.slow
 def test_no_shared_memory_is_compiled_for_scripts_that_start_deepspeed_themselves():
     script = """
         import deepspeed, ds_hydra, sys

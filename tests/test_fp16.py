@@ -129,6 +129,7 @@ def scale_after_fp32(folder, batch):
     return state_of(engine)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_loss_scale_follows_stock_deepspeed_and_is_resumed(tmp_path):
     run_distributed(train_in_fp16, 2, str(tmp_path))

@@ -123,6 +123,7 @@ def checks(folder):
     phases_by_the_planner(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_bits_evaluation_memory_and_phases_of_gathered_layers(tmp_path):
     run_distributed(checks, 4, str(tmp_path))

@@ -51,6 +51,7 @@ def frozen_objects():
     assert gc.get_freeze_count() == own, "of the user"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_collector_leaves_out_what_lives_with_an_engine():
     run_distributed(frozen_objects, 1)

@@ -366,6 +366,7 @@ def check_refused(engine, examples):
     assert float(engine.train_batch(zero, strategy="4x<1,1>", loss=of_example.GRPO())) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_losses_scores_and_mistakes_on_four_ranks():
     run_distributed(checks, 4, timeout_s=600)

@@ -365,6 +365,7 @@ def beside(tmp_path_factory):
     return folder, found | run_distributed(run_rows, 1, str(folder), 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ROWS)
 def test_a_run_is_that_of_transformers(beside, name):
@@ -381,6 +382,7 @@ def test_a_run_is_that_of_transformers(beside, name):
     assert not never_called, "to be refused where users override it"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_runs_beside_transformers_do_what_the_comparison_is_about(beside):
     folder, found = beside
@@ -1041,9 +1043,9 @@ NEEDS_PEFT = pytest.mark.skipif(
     [
         pytest.param(check_resumed, 2, marks=pytest.mark.slow),
         (check_save_model_waits, 2),
-        (check_trained_again, 2),
+        pytest.param(check_trained_again, 2, marks=pytest.mark.slow),
         pytest.param(check_resumed_otherwise, 2, marks=pytest.mark.slow),
-        (check_killed_while_saving, 2),
+        pytest.param(check_killed_while_saving, 2, marks=pytest.mark.slow),
         (check_folders_are_tried, 2),
         pytest.param(check_stopped, 2, marks=pytest.mark.slow),
         pytest.param(check_evaluated_alone, 2, marks=pytest.mark.slow),

@@ -132,6 +132,7 @@ def beside_the_engine(folder):
     return train(folder, "whole"), by_engine(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_stream_is_trained_as_by_the_engine_and_each_row_once_after_a_kill(tmp_path):
     folder = str(tmp_path)

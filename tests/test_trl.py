@@ -371,6 +371,7 @@ def behaviours(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_subclasses_resumed_runs_and_mistakes(tmp_path):
     prepare(tmp_path)
