@@ -12,7 +12,7 @@ from shared_data import shared_json
 
 from ds_hydra.sampler.planner.dispatch import dispatch_sequences
 from ds_hydra.sampler.planner.problem import PipelineKind, SolverLimits, make_problem
-from ds_hydra.sampler.planner.refine import count_loads, estimate_after_ms
+from ds_hydra.sampler.planner.refine import count_loads, estimate_after_ms, estimate_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 kinds = st.builds(
@@ -133,3 +133,20 @@ def test_reference_instances():
         gaps.append(found.objective_ms / instance["best_known_objective_ms"] - 1)
     assert np.mean(gaps) <= 0.005
     assert max(gaps) <= 0.02
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_pipeline_takes_at_least_the_traffic_of_its_micro_batches(num_stages, is_exact):
+    """Four micro-batches of ten tokens, each of which waits for its weights."""
+    given = {"load_ms": 10.0, "tokens": 40, "longest_ms": 4.0, "kind": 0, "max_len": 10}
+    found = estimate_ms(
+        **given,
+        num_stages=num_stages,
+        constant=100.0,
+        traffic=1e4,
+        ratio=np.ones((1, 64)),
+        is_exact=is_exact,
+        is_eq2=False,
+    )
+    assert found == 1e4 * (num_stages - 1 + 4)
