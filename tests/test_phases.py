@@ -18,12 +18,18 @@ from ds_hydra.sampler.planner import iteration as iteration_module
 from ds_hydra.sampler.planner import menus as menus_module
 from ds_hydra.sampler.planner.group_steps import MAX_CUTS, Cuts, MixedGroups, plan_steps
 from ds_hydra.sampler.planner.iteration import plan_iteration, plan_strategy, plan_with_time
-from ds_hydra.sampler.planner.menus import find_menus, menu_entries, plan_phases
+from ds_hydra.sampler.planner.menus import (
+    GroupMenu,
+    MenuEntry,
+    find_menus,
+    menu_entries,
+    plan_phases,
+)
 from ds_hydra.sampler.planner.phase_plan import PhasePlan, PlanningProblem
 from ds_hydra.sampler.planner.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import GroupLimits, propose_phases
 from ds_hydra.sampler.sample_bench import CandidateSettings, SampleBench
-from ds_hydra.strategy.profiles.learned import Corrections
+from ds_hydra.strategy.profiles.learned import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import LinkTimes, Profile
 from ds_hydra.strategy.schemes.enumeration import num_cuts
 from ds_hydra.strategy.schemes.placement import groups_of, groups_of_all, slices_key
@@ -456,3 +462,38 @@ def test_how_phases_are_written_and_where_they_are_refused():
 def test_imbalance_is_that_of_ranks():
     assert imbalance_of([]) == 0.0
     assert imbalance_of([((0, 1), 3.0), ((0,), 1.0), ((1,), 1.0)]) == 0.0
+
+
+def test_a_menu_pays_the_slowest_pull_and_push_of_its_schemes():
+    entries = tuple(
+        MenuEntry(
+            scheme=strategy.schemes[0],
+            latency=PROFILE.latency[strategy.schemes[0]],
+            factor=1.0,
+            max_len_tokens=30,
+            link=LinkTimes(pull_ms=ms, push_ms=2 * ms),
+        )
+        for strategy, ms in zip(GATHERED, (1.0, 3.0, 2.0))
+    )
+    assert GroupMenu(entries).link.pull_ms == 3.0
+
+
+def test_phases_wait_for_slow_ranks():
+    """A step of 25 tokens on each rank takes twice as long where rank 3 does."""
+    for corrections, wanted_ms in ((NO_CORRECTIONS, 25), (Corrections(slow_ranks={3: 2.0}), 50)):
+        planning = PlanningProblem(make_batch([25] * 4), PROFILE, 4, SETTINGS, corrections)
+        assert plan_phases(planning, GATHERED).time_ms == pytest.approx(wanted_ms)
+
+
+def test_steps_are_weighed_with_the_wait_for_their_weights(monkeypatch):
+    weighed = []
+
+    def plan_nothing(_kinds, _lengths, total_ms, *_):
+        weighed.append(total_ms(np.array([10.0, 50.0])))
+        return []
+
+    monkeypatch.setattr(menus_module, "plan_steps", plan_nothing)
+    latency = {s: replace(t, traffic_ms=40.0) for s, t in PROFILE.latency.items()}
+    travelling = replace(PROFILE, latency=latency)
+    plan_phases(PlanningProblem(make_batch([20] * 4), travelling, 4, SETTINGS), GATHERED)
+    assert weighed[0] == 40 + 50

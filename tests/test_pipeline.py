@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from ds_hydra.engine.parallel.one_f_one_b import (
     run_1f1b,
     run_forward_only,
 )
+from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.records.timeline import EventKind
 
@@ -171,3 +173,30 @@ def test_memory_of_a_receive_is_taken_before_the_send_before_it(monkeypatch, don
     assert done.count("memory") == done.count("receive") == done.count("send") == 6
     sends = [number for number, what in enumerate(done) if what == "send"]
     assert all(done[n + 1 : n + 2] in ([], ["receive"]) for n in sends), done
+
+
+def test_gradients_are_complete_with_the_backward_of_the_last_micro_batch():
+    weight, done = torch.ones(4, requires_grad=True), []
+
+    def forward(index, _):
+        output = weight.sum()
+        output.register_hook(lambda _: done.append(index))
+        return output
+
+    run_1f1b(one_stage(), [3] * 4, forward, Recorder(), lambda: done.append("complete"))
+    assert done == [0, 1, 2, "complete", 3]
+
+
+def test_kept_gradients_are_complete_in_the_last_phase_in_which_a_rank_works():
+    told = []
+    session = contextlib.nullcontext(SimpleNamespace())
+    session.begin_phase, session.finish, session.weights = (lambda _: None), (lambda: None), None
+    propagator = SimpleNamespace(
+        recorder=SimpleNamespace(phase=0),
+        clock=SimpleNamespace(stamp=lambda: 0.0),
+        links=SimpleNamespace(open=lambda *_, **__: session, keep_for_reuse=lambda _: None),
+        _propagate=lambda *_, completes_gradients: told.append(completes_gradients),
+    )
+    phases = [SimpleNamespace(micro_batches=rows) for rows in ([1], [], [2], [3], [])]
+    Propagator._run_phases(propagator, phases, SimpleNamespace(is_training=True), None, [], [])
+    assert told == [False, False, True]

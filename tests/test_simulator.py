@@ -265,7 +265,6 @@ def test_workloads_without_a_meaning(changes, message):
 def test_large_global_batches_are_fewer():
     sizes = [Settings().sized(tokens) for tokens in (200_000, 2_000_000, 50_000_000)]
     assert [s.iterations for s in sizes] == [100, 10, 2]
-    assert [s.num_proposal_batches for s in sizes] == [32, 3, 1]
     assert Settings(iterations=3).sized(200_000) == Settings(iterations=3)
 
 

@@ -264,8 +264,6 @@ LABELS = {**OUR_SYSTEMS, **{name: system.label for name, system in SYSTEMS.items
 
 TOKENS_PER_POINT = 20_000_000
 """Tokens of all global batches of one workload then: large ones get fewer, two at least."""
-PROPOSAL_TOKENS_PER_POINT = 6_400_000
-"""Tokens of all global batches that decide about candidates: 32 of 200K, one at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +271,8 @@ class Settings:
     """Settings of a simulated comparison.
 
     `systems` other than ds_hydra; `num_proposal_batches` global batches, drawn apart from those of
-    the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation.
+    the comparison, decide about ds_hydra's candidates: None for as many as the engine draws.
+    `overlap` of pull and push with propagation.
     `space` of ds_hydra, where the workload has no strategies: that of the engine's default
     ("full"), or <TP,PP> ("plain").
     """
@@ -282,7 +281,7 @@ class Settings:
     systems: tuple[str, ...] = tuple(name for name in LABELS if name != DS_HYDRA)
     overlap: bool = True
     seed: int = 1
-    num_proposal_batches: int = 32
+    num_proposal_batches: int | None = None
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:
@@ -293,12 +292,7 @@ class Settings:
         [100, 10]
         """
         most = max(2, TOKENS_PER_POINT // tokens_per_iteration)
-        most_proposal = max(1, PROPOSAL_TOKENS_PER_POINT // tokens_per_iteration)
-        return replace(
-            self,
-            iterations=min(self.iterations, most),
-            num_proposal_batches=min(self.num_proposal_batches, most_proposal),
-        )
+        return replace(self, iterations=min(self.iterations, most))
 
     def scenario(self, workload: Workload) -> Scenario:
         """The scenario of all systems: global batches of `workload`, the memory of its profile."""
