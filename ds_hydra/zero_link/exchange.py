@@ -210,8 +210,11 @@ class Link:
         posted.work.wait()
         copies, local = packed.slices.copies, packed.needed
         targets, sources = stores.views(copies), packed_views(posted.incoming, copies)
-        run_pairs(targets, sources, copies.num_plain)
-        run_pairs(stores.views(local), stores.views(packed.owned), local.num_plain)
+        # Plain ones of both go into one kernel.
+        place = copies.num_plain
+        targets[place:place] = stores.views(local)
+        sources[place:place] = stores.views(packed.owned)
+        run_pairs(targets, sources, place + local.num_plain)
         self._give_back(posted)
 
     def _add(self, posted: _Posted, packed: PackedHop, stores: Stores) -> None:
