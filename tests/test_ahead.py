@@ -87,10 +87,6 @@ class Ranks:
             each.prefetch(fetch)
         return found
 
-    def close(self):
-        for each in self.ahead:
-            each.close()
-
 
 @pytest.mark.parametrize("late", [(), (2,), (1, 2, 3, 4)])
 def test_all_ranks_have_the_plans_and_rows_that_they_have_without_it(monkeypatch, late):
@@ -99,7 +95,6 @@ def test_all_ranks_have_the_plans_and_rows_that_they_have_without_it(monkeypatch
         for plan, rows in ranks.begin(iteration):
             assert plan == planned(iteration)
             assert rows == {0: iteration}
-    ranks.close()
     for fetched in ranks.fetched:
         beside = [n for n in range(1, 4) if n not in late]
         assert [n for n, is_beside in fetched if is_beside and n < 4] == beside
@@ -110,7 +105,6 @@ def test_each_plan_is_sent_once(monkeypatch):
     ranks = Ranks(monkeypatch, Feed())
     for iteration in range(3):
         ranks.begin(iteration)
-    ranks.close()
     first, *others = ranks.sizes
     assert max(others) < 0.6 * first  # two plans, then one each
 
@@ -122,7 +116,6 @@ def test_rows_that_cannot_be_read_fail_in_their_own_iteration(monkeypatch):
 
     ranks = Ranks(monkeypatch, Feed(), fetch)
     found = [[rows for _, rows in ranks.begin(iteration)] for iteration in range(4)]
-    ranks.close()
     assert found == [[{0: 0}] * 2, [{0: 1}] * 2, [{0: 2}, "bad block"], [{0: 3}] * 2]
 
 
@@ -133,7 +126,6 @@ def test_what_was_held_is_gone_where_other_iterations_come(monkeypatch):
         each.cancel()
     assert [rows for _, rows in ranks.begin(7)] == [{0: 7}] * 2
     assert [rows for _, rows in ranks.begin(3)] == [{0: 3}] * 2  # not 8, which is held
-    ranks.close()
 
 
 def test_an_error_of_the_planner_is_raised_on_all_ranks(monkeypatch):
@@ -142,4 +134,3 @@ def test_an_error_of_the_planner_is_raised_on_all_ranks(monkeypatch):
     for ranks.rank, words in ((0, "no plan"), (1, "rank 0: no plan")):
         with pytest.raises(HydraError, match=words):
             ranks.ahead[ranks.rank].take(ranks.feed, "broken")
-    ranks.close()

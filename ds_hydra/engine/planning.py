@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple, NoReturn
 from zlib import crc32
@@ -427,7 +428,6 @@ class IterationSource:
         """Stop planning and fetching ahead. Safe to call twice; not collective."""
         self.close_feed()
         self._close_stream()
-        self._prefetcher.close()
 
 
 class _ReadBatch(list[dict[str, Any]]):
@@ -532,7 +532,6 @@ class RowPrefetcher:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._thread = ThreadPoolExecutor(1, "ds_hydra-rows")
         self._next_plan: tuple[int, Mapping[str, Any]] | None = None
         """The next iteration and its document, until `prefetch`."""
         self._prefetched: _Prefetched | None = None
@@ -557,17 +556,18 @@ class RowPrefetcher:
         """
         if self._next_plan is not None:
             iteration, document = self._next_plan
-            plan = self._thread.submit(lambda: PlannedIteration.from_json(document))
-            rows = self._thread.submit(lambda: fetch(plan.result().plan))
-            self._prefetched = _Prefetched(iteration, plan, rows)
+            ahead = self._prefetched = _Prefetched(iteration, Future(), Future())
+
+            def work() -> None:
+                _settle(ahead.plan, lambda: PlannedIteration.from_json(document))
+                _settle(ahead.rows, lambda: fetch(ahead.plan.result().plan))
+
+            # A daemon: a row that never comes must not keep the process from ending.
+            threading.Thread(target=work, name="ds_hydra-rows", daemon=True).start()
 
     def cancel(self) -> None:
         """Drop what was prefetched: other plans will come. All ranks call it together."""
         self._next_plan = self._prefetched = None
-
-    def close(self) -> None:
-        """End the thread; not collective."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class _Prefetched(NamedTuple):
@@ -576,6 +576,14 @@ class _Prefetched(NamedTuple):
     iteration: int
     plan: Future[PlannedIteration]
     rows: Future[Rows]
+
+
+def _settle(future: Future[Any], job: Callable[[], Any]) -> None:
+    try:
+        future.set_result(job())
+    # Whatever it is: who waits for the future would wait for ever.
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
