@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -83,7 +83,12 @@ class PackedBuffer:
         return sum(self.splits)
 
 
-@dataclass(frozen=True, slots=True)
+_FEW = 2
+"""Contributions to a block that are added where the sum belongs."""
+
+
+# No slots: cached properties live in the dict of an object.
+@dataclass(frozen=True)
 class OrderedSum:
     """Contributions to equal blocks of this rank's shards, in the order of ranks: where each begins
     in the receive buffer, None for this rank's own.
@@ -93,6 +98,17 @@ class OrderedSum:
     begins: tuple[int | None, ...]
     targets: Copies
     own: Copies
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether a sum in fp32 is made where it belongs: for two ranks that takes half of the
+        kernels, for many the host would pay for a view of every block of each.
+        """
+        own, blocks = (
+            [(copy.shape, copy.packed_begin) for copy in copies.each]
+            for copies in (self.own, self.targets)
+        )
+        return len(self.begins) <= _FEW and (not own or own == blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +269,7 @@ class Stores:
 
     def views(self, copies: Copies) -> list[Tensor]:
         """[count, rows, cols] of each copy in its store."""
-        of: dict[Store, Any] = {
-            Store.SHARD: self.shards_P, Store.SLICE: self.slices_S, Store.RELAY: self.stages
-        }  # fmt: skip
+        of = (self.shards_P, self.slices_S, self.stages)  # as `Store` numbers them
         # `as_strided` counts from where the storage begins, which other slices share.
         return [
             tensor.as_strided(copy.shape, (*copy.strides, 1), tensor.storage_offset() + copy.begin)

@@ -26,9 +26,6 @@ from ds_hydra.zero_link.buffers import (
 )
 from ds_hydra.zero_link.layout import STAYS, LinkPlan, Round
 
-_FEW = 2
-"""Contributions to a block that are added where the sum belongs."""
-
 
 class _Posted(NamedTuple):
     """An all-to-all under way; its buffers must live until it is done."""
@@ -222,7 +219,7 @@ class Link:
         posted.work.wait()
         incoming = posted.incoming
         for addition in packed.additions:
-            if self._adds_in_place(addition):
+            if addition.is_direct and self._gradient_dtype == torch.float32:
                 self._add_in_place(addition, incoming, stores)
                 continue
             sums = self._buffers.take(addition.numel, stores.dtype)
@@ -239,15 +236,6 @@ class Link:
             run_pairs(targets, places, num_plain)
             self._buffers.give_back(sums)
         self._give_back(posted)
-
-    def _adds_in_place(self, addition: OrderedSum) -> bool:
-        """Whether a sum is made where it belongs: for two ranks that takes half of the kernels, for
-        many the host would pay for a view of every block of each.
-        """
-        own = [(copy.shape, copy.packed_begin) for copy in addition.own.each]
-        blocks = [(copy.shape, copy.packed_begin) for copy in addition.targets.each]
-        is_plain = self._gradient_dtype == torch.float32 and (not own or own == blocks)
-        return is_plain and len(addition.begins) <= _FEW
 
     @staticmethod
     def _add_in_place(addition: OrderedSum, received: Tensor, stores: Stores) -> None:

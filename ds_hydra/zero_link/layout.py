@@ -351,27 +351,16 @@ class Store(IntEnum):
     RELAY = 2
 
 
-class StridedBlock(NamedTuple):
-    """A strided block in one store: `rows` runs of `cols` elements, `stride` elements from run to
-    run.
-    """
-
-    key: int
-    offset: int
-    stride: int
-    rows: int
-    cols: int
-
-
 STAYS = 1 << 62
 """Number of a round after every round of a plan."""
 
 
-# No slots: cached properties live in the dict of an object.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Blocks of one store, [n, 5] as in `StridedBlock`, that go to (or come from) each of `peers`
-    in one hop.
+    """Strided blocks of one store that go to (or come from) each of `peers` in one hop.
+
+    `table` [n, 5] has key, offset, stride, rows and columns of each: rows runs of columns elements,
+    stride elements from run to run.
     """
 
     store: Store
@@ -382,11 +371,6 @@ class Batch:
     def numel(self) -> int:
         """Elements of one copy."""
         return int((self.table[:, 3] * self.table[:, 4]).sum())
-
-    @cached_property
-    def pieces(self) -> tuple[StridedBlock, ...]:
-        """The blocks in order."""
-        return tuple(map(StridedBlock._make, self.table.tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
