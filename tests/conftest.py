@@ -16,7 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels of Triton run on a CPU
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
 import distributed
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "other",
@@ -26,6 +26,9 @@ settings.register_profile(
     print_blob=True,
 )
 settings.register_profile("ds_hydra", parent=settings.get_profile("other"), derandomize=True)
+settings.register_profile(  # of faults put in by hand, where the first example is enough
+    "first", parent=settings.get_profile("ds_hydra"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("ds_hydra")
 
 OF_A_LAUNCHER = (

@@ -19,6 +19,22 @@ def tiny(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
     return BUILDERS[family](**overrides)
 
 
+def with_plan(family: str, changes: dict[str, str], **overrides: Any) -> nn.Module:
+    """A tiny model whose tp plan has these changes."""
+    model = tiny(family, **overrides)
+    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, **changes}
+    return model
+
+
+def with_a_mixer(family: str, **overrides: Any) -> nn.Module:
+    """A tiny model with a linear outside of its layers that the tp plan slices, so that ranks of a
+    TP group have whole micro-batches.
+    """
+    model = with_plan(family, {"rotary_emb.mixer": "colwise_gather_output"}, **overrides)
+    model.model.rotary_emb.mixer = nn.Linear(2, 2)
+    return model
+
+
 def _builder(model_class: str, config_class: str, **defaults: Any) -> Callable[..., nn.Module]:
     def build(**overrides: Any) -> nn.Module:
         settings = {
@@ -48,7 +64,6 @@ FAMILIES = {
     "llama_bias": _builder("LlamaForCausalLM", "LlamaConfig", attention_bias=True, mlp_bias=True),
     "qwen2": _builder("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True),
     "qwen3": _builder("Qwen3ForCausalLM", "Qwen3Config", head_dim=8),
-    "mistral": _builder("MistralForCausalLM", "MistralConfig", sliding_window=7),
     "gemma2": _builder("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, sliding_window=7),
     "gemma3": _builder("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=7),
     "phi3": _builder("Phi3ForCausalLM", "Phi3Config"),
@@ -67,14 +82,6 @@ _LATENT = {
 
 MIXTURES_OF_EXPERTS = {
     "mixtral": _builder("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
-    "qwen2_moe": _builder(
-        "Qwen2MoeForCausalLM",
-        "Qwen2MoeConfig",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=40,
-        shared_expert_intermediate_size=24,
-    ),
     "qwen3_moe": _builder(
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
@@ -84,8 +91,6 @@ MIXTURES_OF_EXPERTS = {
         head_dim=8,
     ),
     "deepseek_v3": _builder("DeepseekV3ForCausalLM", "DeepseekV3Config", **_ROUTED, **_LATENT),
-    "glm4_moe": _builder("Glm4MoeForCausalLM", "Glm4MoeConfig", **_ROUTED, head_dim=8),
-    "dots1": _builder("Dots1ForCausalLM", "Dots1Config", **_ROUTED, head_dim=8),
     "gpt_oss": _builder(
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -106,8 +111,6 @@ MIXTURES_OF_EXPERTS = {
         moe_intermediate_size=40,
         head_dim=8,
     ),
-    "olmoe": _builder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),
-    "granitemoe": _builder("GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=4),
 }
 
 _NO_DROPOUT = dict.fromkeys(
@@ -163,6 +166,6 @@ WHOLE_FEATURES = {
     "glm4": _builder("Glm4ForCausalLM", "Glm4Config", head_dim=8),
     "olmo3": _builder("Olmo3ForCausalLM", "Olmo3Config", sliding_window=7),
 }
-"""Tp plans that gather or split features, beside phi3's, olmo2's and olmoe's."""
+"""Tp plans that gather or split features, beside phi3's and olmo2's."""
 
 BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS | OTHER_STRUCTURES | WHOLE_FEATURES

@@ -12,7 +12,15 @@ from shared_data import shared_json
 
 from ds_hydra.sampler.planner.dispatch import dispatch_sequences
 from ds_hydra.sampler.planner.problem import PipelineKind, SolverLimits, make_problem
-from ds_hydra.sampler.planner.refine import count_loads, estimate_after_ms, estimate_ms
+from ds_hydra.sampler.planner.refine import (
+    apply_exchange,
+    count_loads,
+    estimate_after_ms,
+    estimate_ms,
+    pack_pipelines,
+    refine_pipelines,
+)
+from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
 kinds = st.builds(
@@ -104,9 +112,41 @@ def test_loads_are_counted_right(kinds, lengths):
     for pipeline, kind in enumerate(pipelines_of(kinds)):
         mine = problem.lengths[assignment == pipeline]
         assert loads.tokens[pipeline] == mine.sum()
+        two = [*np.flatnonzero(assignment == pipeline), -1, -1][:2]
+        assert [loads.first[pipeline], loads.second[pipeline]] == two
         assert estimate_after_ms(problem, loads, pipeline, -1) == pytest.approx(
             eq2(mine.tolist(), kind)
         )
+
+
+def test_exchanges_move_a_sequence_or_swap_two():
+    assignment = np.array([0, 1, 0])
+    apply_exchange(assignment, 0, np.array([0, 1, 1]))
+    assert assignment.tolist() == [1, 0, 0]
+    apply_exchange(assignment, 0, np.array([2, -1, 1]))
+    assert assignment.tolist() == [1, 0, 1]
+
+
+@given(kind_lists, length_lists)
+@settings(deadline=None)
+def test_refined_pipelines_take_what_their_micro_batches_take(kinds, lengths):
+    problem = make_problem(np.array(sorted(lengths, reverse=True)), kinds, is_eq2=False)
+    held = problem.max_len_tokens[problem.kind_of]
+    assignment = np.full(len(lengths), held.argmax())
+    if problem.lengths[0] > held.max():
+        return
+    micro_batches = np.zeros_like(assignment)
+    pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
+    before_ms = pipeline_ms.max()
+    after_ms = refine_pipelines(problem, assignment, micro_batches, pipeline_ms, 0.0, 100, 4)
+    assert after_ms == pipeline_ms.max() <= before_ms
+    for pipeline, kind in enumerate(problem.kind_of):
+        own = assignment == pipeline
+        times = np.bincount(micro_batches[own], problem.sequence_ms[kind][own]).astype(float)
+        tokens = np.bincount(micro_batches[own], problem.lengths[own])
+        assert tokens.max(initial=0) <= held[pipeline]
+        found = makespan_ms(times, problem.num_stages[kind], 1 / 3, True, 0.0)
+        assert pipeline_ms[pipeline] == pytest.approx(found)
 
 
 def test_reference_instances():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import loss_and_gradients, start_hydra
-from models import VOCAB_SIZE, tiny
+from models import VOCAB_SIZE, tiny, with_a_mixer
 from single_process import (
     Examples,
     load_of,
@@ -235,6 +235,7 @@ def check_structures():
         "olmo_hybrid": ("1x<1,2>", "1x<2,1>", "2x<1,1;gather>"),
     }.items():
         assert_parity(check_gradients(family, schemes))
+    assert_parity(check_gradients(with_a_mixer("minicpm3"), ("1x<2,1>",)))
 
 
 @pytest.mark.slow

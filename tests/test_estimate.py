@@ -92,6 +92,10 @@ def test_ep_of_a_measured_profile_is_estimated_from_sp():
     known = costs.extended(schemes_of(strategies))
     assert set(known.latency) - set(measured.latency) == {s.schemes[0] for s in strategies}
     assert known.assumed == {s.schemes[0] for s in strategies}
+    for shared in known.assumed:  # tokens travel to experts
+        shared_ms, alone_ms = known.get_latency(shared), costs.find(replace(shared, ep=1)).latency
+        assert shared_ms.linear_ms > alone_ms.linear_ms
+        assert shared_ms.constant_ms > alone_ms.constant_ms
     dense, _ = estimate_from_config("llama2_7b", "h100", 8, 8192)
     assert Costs.of(dense, 8).find(strategies[0].schemes[0]) is None
 

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from link_cases import (
+    World,
     crop,
     crop_of,
     decoder_specs,
@@ -85,6 +86,18 @@ def test_a_layer_needed_in_different_rounds_crosses_once_unless_rounds_are_indep
     independent = plans_of(specs, rank_buckets, ranks_per_node=2, independent_rounds=True)
     assert elements_across_nodes(independent, 2) > least
     assert all(r.relayed_until == i for p in independent for i, r in enumerate(p.rounds))
+
+
+def test_what_is_relayed_stays_until_the_last_round_of_its_node():
+    """The last layer comes in round 0 for rank 3, the second stage, and in round 3 for ranks 0 and
+    1.
+    """
+    specs = decoder_specs(8, num_layers=3, tied=True)
+    strategy = Strategy.parse("1x<2,1> + 1x<1,2> + 4x<1,1>")
+    rank_buckets = strategy_buckets(specs, strategy, 8, 3)
+    plans = plans_of(specs, rank_buckets, ranks_per_node=4)
+    assert [plan.rounds[0].relayed_until for plan in plans] == [3] * 4 + [0] * 4
+    World(specs, rank_buckets, 4).pull(plans)
 
 
 def test_staging_ranks_of_a_node_share_the_work():

@@ -141,8 +141,8 @@ def test_experts_are_cut_where_grouped_products_allow():
     ("family", "scheme", "message"),
     [
         ("llama", "<sp2,1;ep=2>", "LlamaForCausalLM has no experts .*leave ep out"),
-        ("glm4_moe", "<sp8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
-        ("glm4_moe", "<8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
+        ("deepseek_v3", "<sp8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
+        ("deepseek_v3", "<8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
     ],
 )
 def test_ep_that_a_model_cannot_have_is_refused(family, scheme, message):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
-from models import FAMILIES, MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
+from models import VOCAB_SIZE, tiny
 from parity_rows import (
     FACTORS,
     all_pairs,
@@ -45,20 +45,7 @@ if HAS_PEFT:
     import test_lora  # before ranks are forked: its imports are paid once
 
 IN_MINUTES = ("llama", "deepseek_v3")
-"""Families of which `make test` runs the rows; the others are slow, or nightly."""
-NIGHTLY = (
-    "mixtral", "glm4_moe", "dots1", "ernie4_5_moe", "granitemoe", "granite_swa", "mistral", "qwen2", "qwen2_moe",
-    "qwen3", "olmoe", "gemma2",
-)  # fmt: skip
-"""Layers of these are cut as those of a family that CI runs: deepseek_v3's and qwen3_moe's experts,
-gemma3's windows, llama_bias' biases, qwen3_moe's attention and olmo2's norms with other names;
-caps of logits, which gemma2 has, are in `test_engine_parity.py`.
-"""
-COMPILED_IN_CI = {"sp2pp2": "kept", "tp4": "hpz"}
-"""Kinds of rows of compiled layers that CI runs, and where the weights are, of LLaMA alone, with
-biases or without: to trace a layer takes each rank seconds. `hpz` gathers, too. Their models have
-two layers, since frozen layers and those that run again are each traced anew.
-"""
+"""Families of which `make test` runs the rows; those of the others are slow."""
 
 LENGTHS_OF = {
     "many": LENGTHS,
@@ -81,8 +68,6 @@ LINKS = {
 
 def model_of(row):
     more = {"tie_word_embeddings": row["trained"] == "tied"}
-    if is_compiled_in_ci(row):
-        more["num_hidden_layers"] = 2
     model = tiny(row["family"], **more, **(BALANCED if row["balance"] == "balance" else {}))
     torch.manual_seed(2)
     for name, param in model.named_parameters():
@@ -104,7 +89,7 @@ def engine_for(model, row):
     hydra = {
         "compile_layers": row["layers"] == "compiled",
         "activation_checkpointing": row["ckpt"] == "ckpt_all",
-        "link": {"overlap": row["overlap"] == "overlap", **LINKS[row["routes"]]},
+        "link": LINKS[row["routes"]],
     }
     return start_hydra(model, hydra=hydra)
 
@@ -177,11 +162,6 @@ def is_compiled(name):
     return row_of(name)["layers"] == "compiled"
 
 
-def is_compiled_in_ci(row):
-    is_kind = row["weights"] == COMPILED_IN_CI.get(row["kind"])
-    return row["layers"] == "compiled" and row["family"].startswith("llama") and is_kind
-
-
 def run_with(name):
     """What one start of ranks runs: all rows of a family, a row of compiled layers alone."""
     if is_compiled(name):
@@ -205,13 +185,10 @@ def results_of(names):
 
 def rows_to_run():
     for name in read_table():
-        family = row_of(name)["family"]
-        in_ci = family not in NIGHTLY
-        if is_compiled(name):
-            in_ci = is_compiled_in_ci(row_of(name))
-        mark = pytest.mark.slow if in_ci else pytest.mark.nightly
-        in_minutes = family in IN_MINUTES and not is_compiled(name)
-        yield pytest.param(name, marks=() if in_minutes else (mark,))
+        marks = () if row_of(name)["family"] in IN_MINUTES else (pytest.mark.slow,)
+        if is_compiled(name):  # to trace a layer takes each rank seconds
+            marks = (pytest.mark.nightly,)
+        yield pytest.param(name, marks=marks)
 
 
 @pytest.mark.distributed
@@ -235,10 +212,7 @@ def test_the_table_is_what_the_generator_writes():
 
 
 def test_every_family_has_rows():
-    assert {*parity_rows.DENSE, "llama_tied"} == set(FAMILIES)  # which is llama with what is tied
-    assert {*parity_rows.EXPERTS} == set(MIXTURES_OF_EXPERTS)
-    compiled = [p for p in rows_to_run() if is_compiled(p.values[0])]
-    assert sum(pytest.mark.slow in p.marks for p in compiled) == len(COMPILED_IN_CI)
+    assert {row_of(name)["family"] for name in read_table()} == {*FACTORS["family"]}
 
 
 def test_every_pair_that_can_meet_is_in_a_row():

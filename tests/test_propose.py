@@ -23,6 +23,7 @@ from ds_hydra.sampler.planner.iteration import plan_iteration
 from ds_hydra.sampler.propose import (
     ForPhases,
     GroupLimits,
+    _Choice,
     _menus,
     groups_of_gathered,
 )
@@ -240,6 +241,23 @@ def test_groups_of_gathered_schemes_by_hand():
     assert groups_of_gathered(half, (), 8, just) == (wanted[1],)
     assert groups_of_gathered(chosen, (), 8, GroupLimits(0)) == ()
     assert groups_of_gathered([*chosen, *wanted], (), 8, many) == ()
+    assert groups_of_gathered(parse_strategies(["1x<sp4,1;gather>"]), (), 8, many) == ()
+
+
+def test_what_helps_most_is_chosen_first():
+    plain, best, good, late = parse_strategies(["8x<1,1>", "4x<2,1>", "2x<4,1>", "1x<8,1>"])
+    times = {plain: [10.0, 10.0], good: [9.0, 9.0], best: [5.0, 5.0], late: [5.0, 4.0]}
+    table = {strategy: np.array(ms) for strategy, ms in times.items()}
+    choice = _Choice(GroupLimits(100), [], [plain], table)
+    choice.grow()
+    assert choice.chosen == [plain, late]
+    choice = _Choice(GroupLimits(count_groups([plain, best])), [], [plain], table)
+    choice.grow()
+    assert choice.chosen == [plain, late]
+    del table[late]
+    choice = _Choice(GroupLimits(100), [], [plain], table)
+    choice.grow()
+    assert choice.chosen == [plain, best]
 
 
 def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):

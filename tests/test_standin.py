@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import parity_rows
 import pytest
-from models import FAMILIES, MIXTURES_OF_EXPERTS
 
 nightly = pytest.mark.nightly
 pytestmark = [
@@ -22,11 +22,11 @@ pytestmark = [
 ]
 
 DENSE = (
-    *(f"parity:{family}" for family in FAMILIES),
+    *(f"parity:{family}" for family in parity_rows.DENSE),
     "parity:qwen3+activation_checkpointing",
     "parity_of_others:llama_tied",
 )
-EXPERTS = tuple(f"parity:{family}" for family in MIXTURES_OF_EXPERTS)
+EXPERTS = tuple(f"parity:{family}" for family in parity_rows.EXPERTS)
 ITERATIONS = (
     "iteration", "times_of_the_step", "device_wide_synchronise", "waits_of_phases", "late_reports",
     "parity_of_full_allocators:llama",

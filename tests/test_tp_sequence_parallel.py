@@ -10,7 +10,7 @@ import pytest
 from distributed import run_distributed
 from engines import small_profile, start_hydra
 from holdings import peak_bytes
-from models import tiny
+from models import tiny, with_a_mixer, with_plan
 from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -134,30 +134,16 @@ def test_blocks_are_parents_of_column_wise_modules_with_one_row_wise_module():
         list(find_blocks(second, styles))
 
 
-def with_plan(changes):
-    """A tiny LLaMA whose tp plan has these changes."""
-    model = tiny("llama")
-    model.config.base_model_tp_plan = {**model.config.base_model_tp_plan, **changes}
-    return model
-
-
-def with_a_mixer():
-    """A tiny LLaMA with a linear outside of its layers that the tp plan slices."""
-    model = with_plan({"rotary_emb.mixer": "colwise_gather_output"})
-    model.model.rotary_emb.mixer = nn.Linear(2, 2)
-    return model
-
-
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
         (functools.partial(tiny, "olmo3"), "k_norm.weight sees features that ranks exchange"),
         (functools.partial(tiny, "deepseek_v3"), "attention is not cut by heads"),
         (
-            functools.partial(with_plan, {"layers.*.mlp.down_proj": "colwise"}),
+            functools.partial(with_plan, "llama", {"layers.*.mlp.down_proj": "colwise"}),
             "LlamaMLP has 3 column-wise",
         ),
-        (with_a_mixer, "rotary_emb.mixer is sliced outside of"),
+        (functools.partial(with_a_mixer, "llama"), "rotary_emb.mixer is sliced outside of"),
     ],
 )
 def test_tp_ranks_have_whole_micro_batches_where_shards_would_falsify(make, problem):
