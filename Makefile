@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-nightly test-lowest test-newest check docs reproduce format clean
+.PHONY: help install demo test test-all test-nightly test-lowest test-newest check types lint docs reproduce format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -71,10 +71,14 @@ test-lowest test-newest:
 	PATH="$(abspath $(VENV))-$@/bin:$$PATH" $(VENV)-$@/bin/python -m pytest -n 2 --dist loadfile \
 		-m "not slow and not nightly" $(TELLING)
 
-check: $(DEVELOPED) docs  ## lint, types, import contract, documentation
+check: types docs lint  ## lint, types, import contract, documentation
+
+types: $(DEVELOPED)
+	$(BIN)/mypy
+
+lint: $(DEVELOPED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 reproduce: $(INSTALLED)  ## simulate every case -> docs/reproduction.md; continues where it stopped

@@ -484,6 +484,7 @@ def lives_of_engines(folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_weights_between_checkpoints_another_optimizer_and_loops_over_the_loader(tmp_path):
     for tags, error in run_distributed(lives_of_engines, 2, str(tmp_path)):

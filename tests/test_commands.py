@@ -450,7 +450,7 @@ assert "torchao" in sys.modules, "transformers imports it"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_torchao_logs_when_transformers_imports_it_is_not_shown(tmp_path):
     pytest.importorskip("torchao")
     words = [sys.executable, "-c", LOADS_TORCHAO]

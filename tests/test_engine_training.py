@@ -185,7 +185,7 @@ IN_A_ROW = (
     ("family", "strategies"),
     [
         ("llama", STRATEGIES_OF_4),
-        pytest.param("llama", IN_A_ROW, marks=pytest.mark.slow),
+        pytest.param("llama", IN_A_ROW, marks=pytest.mark.nightly),
         pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.slow),
     ],
 )
@@ -489,7 +489,7 @@ def check_timeline(timeline, line):
 
 def what_is_held():
     """Slices alive after a good iteration and after a failing one; what a rank holds before and
-    after 40 iterations of random strategies.
+    after 20 iterations of random strategies.
     """
 
     engine = start_hydra(tiny("llama"))
@@ -523,7 +523,7 @@ def what_is_held():
     gc.collect()
     gc.disable()
     before, generator = Holdings.of(engine), random.Random(2)
-    for iteration in range(40):
+    for iteration in range(20):
         train_random_iteration(engine, generator, iteration)
     engine.train_batch(examples, strategy="4x<1,1>")  # whose weights stay, as before
     after = Holdings.of(engine)

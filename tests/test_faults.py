@@ -275,7 +275,7 @@ def losses():
         ("save 16 bit", KILL, TOLD[KILL]),
         ("destroy", KILL, TOLD[KILL]),
     ):
-        marks = slow if where in ("profile", "save 16 bit") else ()
+        marks = () if where == "destroy" else slow
         yield case(whole_life, 2, (where, 1, number), [told], marks=marks)
     for where, number, end, marks in (
         ("own collective", KILL, ERROR, ()),

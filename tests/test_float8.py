@@ -103,7 +103,7 @@ def check_layer(is_compiled):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_ranks_of_a_tp_group_agree_on_scales(is_compiled):
     run_distributed(check_layer, 2, is_compiled)
 
@@ -168,12 +168,13 @@ def assert_agreement(found, recipe=ROWWISE):
         assert error > LEAST_ERROR, f"{text}: nothing was multiplied in 8 bits ({error:.1e})"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("recipe", "hydra"),
     [
         (ROWWISE, {}),
-        pytest.param("tensorwise_emulated", {}, marks=pytest.mark.slow),
+        pytest.param("tensorwise_emulated", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_strategies_agree(recipe, hydra):
@@ -201,10 +202,8 @@ def test_adapters_stay_beside_layers_that_multiply_in_8_bits(converted):
     assert "float8: 14 linear layers" in said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", [ROWWISE, pytest.param("tensorwise_emulated", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", [ROWWISE, "tensorwise_emulated"])
 def test_a_layer_is_one_graph(traced, monkeypatch, recipe):  # noqa: F811
     from flash_standin import installed
 

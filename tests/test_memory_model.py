@@ -186,7 +186,7 @@ def stage_model_of(config, dtype=torch.bfloat16, *, cuts_micro_batches=True):
 @pytest.mark.parametrize("config", FAMILIES, ids=lambda config: config.model_type)
 @pytest.mark.parametrize(
     ("compiled", "num_shards"),
-    [(False, 1), (False, 2), *(pytest.param(True, n, marks=pytest.mark.slow) for n in (1, 2))],
+    [(False, 1), (False, 2), *(pytest.param(True, n, marks=pytest.mark.nightly) for n in (1, 2))],
 )
 def test_a_layer_keeps_what_is_counted(config, compiled, num_shards):
     hydra = HydraConfig(context_length=64, tokens_per_iteration=64, compile_layers=compiled)

@@ -144,6 +144,7 @@ def parity():
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_equal_one_process_under_every_strategy():
     assert_parity(run_distributed(parity, 4)[0])

@@ -44,7 +44,7 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 if HAS_PEFT:
     import test_lora  # before ranks are forked: its imports are paid once
 
-IN_MINUTES = ("llama", "deepseek_v3")
+IN_MINUTES = ("llama",)
 """Families of which `make test` runs the rows; those of the others are slow."""
 
 LENGTHS_OF = {

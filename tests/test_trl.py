@@ -255,6 +255,7 @@ def on_two_ranks(tmp_path_factory):
     return both(tmp_path_factory.mktemp("trl"), 2, USUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", USUAL)
 def test_two_ranks_log_what_trl_logs_on_one(on_two_ranks, name):

@@ -17,7 +17,7 @@ TEMPLATE = (
     "{% else %}U:{{ m.content }};{% endif %}{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
 )
 NUM_TOKENS = 259
-STEPS, PER_STEP = 10, 8
+STEPS, PER_STEP, NUM_ROWS = 5, 8, 80
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -48,9 +48,7 @@ def _words(generator: np.random.Generator, most: int) -> str:
 def texts() -> datasets.Dataset:
     """Plain texts of unequal lengths."""
     generator = np.random.default_rng(0)
-    return datasets.Dataset.from_list(
-        [{"text": _words(generator, 100)} for _ in range(STEPS * PER_STEP)]
-    )
+    return datasets.Dataset.from_list([{"text": _words(generator, 100)} for _ in range(NUM_ROWS)])
 
 
 def texts_of_one_length() -> datasets.Dataset:
@@ -67,9 +65,7 @@ def chats() -> datasets.Dataset:
         roles = ("user", "assistant") * turns
         return [{"role": role, "content": _words(generator, 40)} for role in roles]
 
-    return datasets.Dataset.from_list(
-        [{"messages": chat(1 + n % 2)} for n in range(STEPS * PER_STEP)]
-    )
+    return datasets.Dataset.from_list([{"messages": chat(1 + n % 2)} for n in range(NUM_ROWS)])
 
 
 def pairs() -> datasets.Dataset:
@@ -77,7 +73,7 @@ def pairs() -> datasets.Dataset:
     generator = np.random.default_rng(2)
     names = ("prompt", "chosen", "rejected")
     return datasets.Dataset.from_list(
-        [{name: _words(generator, 60) for name in names} for _ in range(STEPS * PER_STEP)]
+        [{name: _words(generator, 60) for name in names} for _ in range(NUM_ROWS)]
     )
 
 
@@ -87,7 +83,7 @@ GENERATIONS = 2
 def prompts() -> datasets.Dataset:
     """Prompts, each of which is answered GENERATIONS times."""
     generator = np.random.default_rng(3)
-    num_prompts = STEPS * PER_STEP // GENERATIONS
+    num_prompts = NUM_ROWS // GENERATIONS
     return datasets.Dataset.from_list(
         [{"prompt": f"{n}: {_words(generator, 30)}"} for n in range(num_prompts)]
     )
