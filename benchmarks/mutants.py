@@ -31,7 +31,7 @@ PACKAGE = ROOT / "ds_hydra"
 RECORD = ROOT / "docs/benchmarks/mutants.json"
 TABLE = "parity table"
 TIMEOUT_S = 240
-"""Of a start of ranks; of a collective a quarter."""
+"""Of a start of ranks; of a collective, and of what tests wait for, a quarter."""
 ROWS_AT_ONCE = 5
 NO_FAULTS = (
     "deepspeed.runtime.zero.muon.original_muon",
@@ -166,7 +166,7 @@ def look(mutant: Mutant, test: str, tree: Path, found: Any) -> None:
     """Put the first thing that notices the fault into `found`, or nothing."""
     os.setsid()  # so that ranks of a hanging test end with it
     sys.path[:] = [str(tree), str(tree / "tests"), *(p for p in sys.path if not is_of_root(p))]
-    os.environ["PYTHONPATH"] = str(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "TEST_TIMEOUT_S": str(TIMEOUT_S / 4)}
     os.chdir(tree)
     with (tree / "output").open("w") as output:
         for stream in (1, 2):  # of ranks, too

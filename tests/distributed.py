@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 800
+TIMEOUT_S = float(os.environ.get("TEST_TIMEOUT_S", 800))
 """Only a hang takes so long; less than pytest waits for a test."""
 may_start_ranks = True
 """Set for every test, so that those that start ranks can be told from the others."""

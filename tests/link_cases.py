@@ -211,7 +211,11 @@ class Wire:
                     for received, peer in zip(posted[rank][0], group.ranks, strict=True):
                         received.copy_(posted[peer][1][place])
                 has_come.set()
-        return SimpleNamespace(wait=lambda: has_come.wait(TIMEOUT_S))
+
+        def wait() -> None:
+            assert has_come.wait(TIMEOUT_S), "another rank has not posted the exchange"
+
+        return SimpleNamespace(wait=wait)
 
 
 class World:

@@ -5,6 +5,7 @@ DeepSpeed.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from unittest import mock
 
@@ -299,7 +300,7 @@ def test_pieces_bring_every_element_once(shapes, old_world, new_world, old_size,
     for rank in range(new_world):
         targets = [torch.zeros(n, dtype=torch.float64) for n in new.group_numel]
         for old_rank in range(old_world):
-            sources = cut(values, old, old_rank)
+            sources = cut(values, old, old_rank, padding=math.nan)
             for piece in reshard.shard_moves(old, old_rank, new, rank):
                 reshard._copy(piece, sources[piece.source], targets[piece.target])
         for mine, wanted in zip(targets, cut(values, new, rank), strict=True):
@@ -318,12 +319,12 @@ def sub_groups(named, world_size, size):
     return groups
 
 
-def cut(values, layout, rank):
+def cut(values, layout, rank, padding=0.0):
     """The flat tensors of `rank`, by padding and slicing whole parameters."""
     flats = [torch.zeros(n, dtype=torch.float64) for n in layout.group_numel]
     for name, (group, offset, numel) in layout.place.items():
         size = -(-numel // layout.world_size)
-        padded = torch.zeros(size * layout.world_size, dtype=torch.float64)
+        padded = torch.full((size * layout.world_size,), padding, dtype=torch.float64)
         padded[:numel] = values[name]
         flats[group][offset : offset + size] = padded[rank * size : (rank + 1) * size]
     return flats

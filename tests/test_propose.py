@@ -117,6 +117,11 @@ def test_groups_with_the_same_ranks_are_counted_once():
         Strategy.parse(t) for t in ("1x<4,1> + 2x<2,1>", "4x<2,1>", "2x<2,2>", "1x<1,3> + 5x<1,1>")
     ]
     assert count_groups(strategies) == 11
+    keys = groups_of_all(strategies)
+    most = most_groups_of_rank(keys)
+    assert most < count_groups(strategies)
+    assert GroupLimits(100, most).allow(keys)
+    assert not GroupLimits(100, most - 1).allow(keys)
 
 
 def test_communicators_are_bounded(github):
