@@ -1,7 +1,8 @@
 """How large the package is, and how much of it training loads.
 
 Commands: python benchmarks/house.py           (`--root` counts another checkout)
-          python benchmarks/house.py --bill    which clause of decision 052 keeps which part
+          python benchmarks/house.py --bill    which clause of decision 052 keeps which part, and
+                                               where lines of tests are
 
 Lines are all lines of a file, docstrings and empty ones too. An import's lines are those of its
 statement, wherever it stands; a comment's are those that hold nothing else.
@@ -54,8 +55,6 @@ BILL: tuple[tuple[str, str, str], ...] = (
     ("sampler/planner/", _PURPOSE, "dispatch, packing, MIP, phases, bounds"),
     ("sampler/data/", _PURPOSE, "datasets sampler"),
     ("sampler/data/stream.py", _STOCK, "streams (IterableDataset)"),
-    ("sampler/data/sft.py", _STOCK, "chats, prompts with completions"),
-    ("sampler/balance.py", _NONE, "rows for other trainers"),
     ("strategy/", _PURPOSE, "schemes, profiles, cost models, program of Eq. (4)"),
     ("trainer/", _PURPOSE, "HF Trainer"),
     ("trl/", _STOCK, "SFT, DPO, GRPO and RLOO of TRL"),
@@ -113,19 +112,45 @@ def loaded_by_training(root: Path) -> list[Path]:
     return [path for path in paths if path.is_relative_to(package)]
 
 
-def print_bill(root: Path, package: Iterable[Path]) -> None:
-    """Print lines of each part in a Markdown table, the largest first."""
-    lines: Counter[tuple[str, str]] = Counter()
-    for path in package:
-        name = path.relative_to(root).as_posix()
-        _, clause, what = max(row for row in BILL if name.startswith(row[0]))
-        lines[clause, what] += num_lines([path])
-    print("| kept by | lines | part |\n|---|--:|---|")
-    for (clause, what), number in lines.most_common():
-        print(f"| {clause} | {number:,} | {what} |")
+Part = tuple[str, str]
+"""The clause that keeps a part of the package, and what it is for."""
+
+
+def part_of(name: str) -> Part:
+    """The part of a module of the package, whose name has slashes."""
+    _, clause, what = max(r for r in BILL if f"{name}/".startswith(r[0].removesuffix(".py")))
+    return clause, what
+
+
+def tested_part(path: Path) -> Part | None:
+    """The part that a file of tests imports most names from; None where it imports none."""
+    parts: Counter[Part] = Counter()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+        if module and module.startswith("ds_hydra."):
+            name = module.removeprefix("ds_hydra.").replace(".", "/")
+            parts[part_of(name)] += len(node.names) if "/" in name else 0
+    return parts.most_common(1)[0][0] if parts else None
+
+
+def print_bill(root: Path) -> None:
+    """Print lines of each part, and of its tests, in a Markdown table, the largest first."""
+    lines: Counter[Part] = Counter()
+    tests: Counter[Part | None] = Counter()
+    for path in (root / "ds_hydra").rglob("*.py"):
+        name = path.relative_to(root / "ds_hydra").with_suffix("").as_posix()
+        lines[part_of(name)] += num_lines([path])
+    for path in (root / "tests").rglob("*.py"):
+        tests[tested_part(path)] += num_lines([path])
+    print("| kept by | lines | of tests | part |\n|---|--:|--:|---|")
+    for part, number in lines.most_common():
+        print(f"| {part[0]} | {number:,} | {tests[part]:,} | {part[1]} |")
+    print(f"| | | {tests[None]:,} | the package from outside: scripts, commands, ranks |")
     for clause in (_PURPOSE, _WORTH, _STOCK, _NONE):
         number = sum(n for (of, _), n in lines.items() if of == clause)
-        print(f"| **{clause}** | **{number:,}** | **{number / lines.total():.0%}** |")
+        tested = sum(n for part, n in tests.items() if part and part[0] == clause)
+        share = f"{number / lines.total():.0%}, of tests {tested / tests.total():.0%}"
+        print(f"| **{clause}** | **{number:,}** | **{tested:,}** | **{share}** |")
 
 
 def main() -> None:
@@ -136,7 +161,7 @@ def main() -> None:
     root = options.root.resolve()
     package = sorted((root / "ds_hydra").rglob("*.py"))
     if options.bill:
-        print_bill(root / "ds_hydra", package)
+        print_bill(root)
         return
     core = [path for path in package if not path.is_relative_to(root / "ds_hydra/lab")]
     loaded = loaded_by_training(root)
