@@ -47,8 +47,12 @@ def examine():
 def well_then_wrong():
     torch.set_num_threads(1)
     well = examine()
-    # A TP rank that keeps its own part of every sum
-    tensor_parallel.dist = type("Silent", (), {"all_reduce": staticmethod(lambda *a, **k: None)})
+
+    def own_part(shards, partial):
+        part = partial.chunk(shards.size, dim=1)[torch.distributed.get_rank()]
+        return part.contiguous(), tensor_parallel.nothing
+
+    tensor_parallel.TokenShards.post_reduce_scatter = own_part
     return well, examine()
 
 
@@ -69,6 +73,7 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
     assert list(gradients[2]["figures"]["errors"]) == ["2x<1,1;gather>", "2x<1,1;gather>, again"]
     assert not wrong["is_well"]
     bad = [f for f in wrong["findings"] if f["check"] == "gradients"][:2]
+    assert len(bad) == 2
     assert all(f["status"] == "problem" and "wrong: 1x<2,1>" in f["text"] for f in bad)
     assert all(f["advice"] for f in bad)
 
