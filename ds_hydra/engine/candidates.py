@@ -78,6 +78,7 @@ def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iter
             check_scheme(stage_model, scheme)
         except UnsupportedModelError as error:
             found.setdefault(str(error).removeprefix(f"scheme {scheme}: "), []).append(scheme)
+        # The error above is one of these, too: degrees that do not divide come here alone
         except HydraConfigError:
             pass
     for reason, refused in found.items():
@@ -89,6 +90,7 @@ def planner_settings(
 ) -> PlannerSettings:
     """The planner's settings out of the validated configuration, with the links that are found."""
     planner = config.planner
+    # Times of links compare strategies; a single one is taken in any case
     cluster = find_links() if len(strategies) > 1 else None
     return PlannerSettings(
         seed=config.seed,
@@ -128,6 +130,7 @@ class EngineCandidates:
         """Lengths of the attached data."""
         self._checked: set[Strategy] = set()
         """Strategies that can run."""
+        # Made anew in each iteration that forces a strategy it would cost thousands of calls
         self._nominal = lru_cache(_MOST_NOMINAL)(
             lambda schemes: Profile.from_json(nominal_profile(self.stage_model, schemes))
         )
@@ -135,8 +138,10 @@ class EngineCandidates:
         self._host: dict[str, float] = {}
         """Bytes of the host that each of its ranks may fill, where that is not the device."""
         if propagator.device.type != "cpu":
+            # The ranks of a host fill the same memory
             num_ranks = count_ranks_here(propagator.num_ranks)
             share = _HOST_SHARE * available_bytes() / num_ranks
+            # A maximum of negatives: all ranks plan with the least that any of them has
             if (least := -propagator.max_over_ranks(-share)) < math.inf:
                 self._host = {"host_bytes": least}
         self._num_link_groups = len(propagator.groups)
@@ -165,10 +170,12 @@ class EngineCandidates:
             names_limit = naming_memory_limit(self.config.memory_limit_bytes)
             # Scores may be asked for without gradients
             with watch("profiling"), torch.enable_grad(), names_limit:
+                # Measured in the same rounds: what disturbs the machine then hits no scheme alone
                 self._at_start += self._measured_beside()
                 document = measure_profile(
                     self.propagator, self._at_start, self.config, probes_every_pp=False
                 )
+            # Before it is used: a measurement takes long, and a run that fails next can be given it
             run_together(lambda: self._keep(document), self._device)
             self._use_measured(document)
         assert self.profile is not None
@@ -185,6 +192,7 @@ class EngineCandidates:
             # What a checkpointed layer takes while it runs is in no profile
             holds_longer = not self.config.activation_checkpointing
             profile = profile.forward_only(settings.forward_fraction, holds_longer=holds_longer)
+            # Without backward there are no gradients to push
             pulls = {s: replace(links, push_ms=0.0) for s, links in settings.link_times.items()}
             settings = replace(settings, link_times=pulls)
         return PlanningTask(
@@ -198,6 +206,7 @@ class EngineCandidates:
         """The tracker of measured times for the profile, which is known. Not collective."""
         profile = self.profile
         assert profile is not None
+        # Corrections are factors on one profile's times: another profile has its own
         if self._tracker is None or self._tracker.profiled is not profile:
             find_links = partial(self._cluster, profile)
             settings = planner_settings(self.config, self.strategies, find_links)
@@ -208,6 +217,7 @@ class EngineCandidates:
                 settings,
                 self.straggler,
                 self._tracked,
+                # With streams the times of an iteration are known in the next one
                 is_late=self.propagator.clock.has_streams,
             )
         return self._tracker
@@ -220,6 +230,7 @@ class EngineCandidates:
         """Take in the time of each pipeline, equal on all ranks. Not collective."""
         if (tracker := self.find_tracker()) is not None:
             measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
+            # Waiting for a plan is no time of the strategy
             tracker.observe(plan, measured_ms, metrics.iteration_ms - metrics.waited_ms)
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,6 +247,7 @@ class EngineCandidates:
         depend on a second measurement; on another number, with another `hydra.float8` or another
         way of TP, or where it does not know the candidates, the new measurement stands.
         """
+        # Stock DeepSpeed's checkpoints do not say it, and keep no times either
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
         was = {"float8": None, **state.get("config", {})}
         profile = state.get("cost_model", {}).get("profile")
@@ -245,6 +257,7 @@ class EngineCandidates:
             and was["float8"] == self.config.float8
             and (profile or {}).get("tp_sequence_parallel", cut) == cut
         )
+        # The tracker is made anew from this when the profile is known
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if state.get("latency") and not same_times and self.is_first_rank:
             logger.warning(
@@ -252,9 +265,11 @@ class EngineCandidates:
                 "hydra.float8, or of TP ranks with whole micro-batches",
                 state.get("num_ranks"),
             )
+        # A configured profile goes before one that a checkpoint keeps
         if profile is None or self.config.profile is not None or not same_times:
             return
         if lacking := self._find_lacking(profile, was.get("strategies")):
+            # Learned for the profile that is not taken over
             self._tracked = {}
             if self.is_first_rank:
                 logger.warning(

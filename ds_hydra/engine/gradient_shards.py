@@ -36,9 +36,11 @@ class GradientShards:
         self._is_scaled = False
         """Whether ZeRO-3 has a group's shards scaled and clipped already."""
         self._is_deposited = False
+        # Muon makes an update of the gradients before the step, and takes the norm of that.
         if getattr(optimizer, "use_muon", False):
             return
         self._lend_shards()
+        # On a CPU a norm waits for no device, so ZeRO-3 takes its own.
         if device.type != "cpu":
             self._lend_norms()
 
@@ -49,6 +51,7 @@ class GradientShards:
             self._grads_P = [self._of(param) for param in self._params]
             self._buffer_at = self._find_buffer()
             shard_of = {id(p): g for p, g in zip(self._params, self._grads_P) if g.numel()}
+            # In ZeRO-3's order: by it norms are told, and asked for again.
             groups = self._optimizer.fp16_groups
             self._held = [[shard_of[id(p)] for p in group if id(p) in shard_of] for group in groups]
         torch._foreach_zero_(self._grads_P)
@@ -81,6 +84,7 @@ class GradientShards:
         """
         if not (held := [shard for group in self._held for shard in group]):  # all are frozen
             return torch.zeros(len(self._held), dtype=torch.float64, device=self._device)
+        # In fp64, because in fp32 the square of a norm of 2e19 is infinite.
         squares = torch.stack(torch._foreach_norm(held)).double().square()
         return torch.stack([own.sum() for own in squares.split([*map(len, self._held)])])
 
@@ -93,6 +97,7 @@ class GradientShards:
         for param, grad_P in zip(self._params, self._grads_P, strict=True):
             if param.requires_grad and grad_P.data_ptr() not in self._in_zero:
                 safe_set_local_grad(param, grad_P)
+        # Makes the lists that ZeRO-3's step reads; its buckets are empty, so nothing is reduced.
         self._optimizer.independent_gradient_partition_epilogue()
         self._is_deposited = True
 
@@ -111,6 +116,7 @@ class GradientShards:
         them anew, and wait for the device. Its optimizer's method is not private to one version;
         where there is none, or gradients are not these shards, it takes its own.
         """
+        # Weak: what is put into the optimizer must not keep the shards alive.
         optimizer, shards = self._optimizer, weakref.ref(self)
         plain = getattr(optimizer, "get_grad_norm_direct", None)
         if plain is None:
@@ -131,6 +137,7 @@ class GradientShards:
         scales: 16 bytes a parameter less, 8 where norms are clipped. Bits are those of its own
         step; so is what the shards hold afterwards.
         """
+        # Weak, as in `_lend_norms`.
         optimizer, shards = self._optimizer, weakref.ref(self)
         flatten = getattr(optimizer, "flatten", None)
         unscale = getattr(optimizer, "unscale_and_clip_grads", None)
@@ -144,6 +151,7 @@ class GradientShards:
                 return flatten(tensors)
             factor = mine._factor()
             mine._is_scaled = factor is not None
+            # A copy where ZeRO-3 scales: it does so in place, and shards stay as they are.
             return found.clone() if factor is None else found if factor == 1 else found * factor
 
         def unscale_once(index: int, total_norm: Any) -> None:
@@ -157,6 +165,7 @@ class GradientShards:
 
     def _in_a_row(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """All of `tensors` as one, if they are shards here, one behind the other."""
+        # No gradient is at address 0: before `deposit` nothing is lent.
         begin = tensors[0].data_ptr() if self._is_deposited else 0
         for tensor in tensors:
             if tensor.data_ptr() not in self._in_zero or tensor.data_ptr() != begin:
@@ -187,7 +196,9 @@ class GradientShards:
         return self._totals[index]
 
     def _of(self, param: nn.Parameter) -> Tensor:
+        # With offload ZeRO-3 takes norms where gradients are set, so these go by `deposit`.
         if param.requires_grad and not self._optimizer.offload_optimizer:
+            # Asked twice: what ZeRO-3 has in another type it copies, to a new address each time.
             own, again = safe_get_local_grad(param), safe_get_local_grad(param)
             if own.data_ptr() == again.data_ptr():  # no copy in fp32
                 self._in_zero.add(own.data_ptr())

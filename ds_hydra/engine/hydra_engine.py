@@ -179,6 +179,7 @@ class HydraEngine(CheckpointingEngine):
         show_notes(log_levels.get(str(document.get("log_level")).lower()))
         held_models.check_free(model)
         let_collectives_end_at_exit()
+        # An engine that was destroyed may be frozen garbage: its memory is wanted now
         unfreeze_gc()
         self._hydra_config = hydra_config
         self._num_trained = 0
@@ -191,6 +192,7 @@ class HydraEngine(CheckpointingEngine):
         self.last_plan: IterationPlan | None = None
         """Plan of the last iteration."""
         place = local_rank()
+        # Before anything of the device is used, or all ranks of a host would meet on device 0
         get_accelerator().set_device(place)
         self.device = torch.device(get_accelerator().device_name(place))
         if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
@@ -220,7 +222,9 @@ class HydraEngine(CheckpointingEngine):
     def _start(
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
+        # First, so that the agreements below go by way of the hosts
         open_host_group(self.device)
+        # Before DeepSpeed compiles anything: it would wait for a lock that nobody holds
         run_together(lambda: remove_stale_locks(is_first_on_host()), self.device)
         # Before DeepSpeed hooks the model's modules: what a stage changes of them is found here.
         config = self._hydra_config = choose_layers(self._hydra_config, model)
@@ -241,11 +245,14 @@ class HydraEngine(CheckpointingEngine):
         held_models.hold(model)
         self._held = [model]  # a list, because this is no nn.Module yet
         super().__init__(args, model, *engine_args, **engine_kwargs)
+        # DeepSpeed has partitioned by now, and no link has been planned yet
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
         check_same_settings(self)
+        # Differing keys would end in different collectives, which hang in place of telling
         check_alike(comparable(config), self.device)
         config = self._hydra_config = overlap_where_safe(config, self.device)
+        # Before kernels are chosen: some of them have no order of sums
         if config.deterministic:
             use_deterministic_kernels(self.device)
         run_together(lambda: stage_model.to_device(self.device), self.device)
@@ -316,6 +323,7 @@ class HydraEngine(CheckpointingEngine):
             else:
                 given = (batch, strategy, self.global_steps, problem, loss)
                 iteration = source.plan(*given, call="train_batch(batch)")
+            # A section inside of the one of the plan: the whole iteration is one for the watchdog
             with watch("propagation"):
                 outcomes = self._propagate(iteration, keep_scores)  # below nothing is decided
             value = outcomes.loss()
@@ -344,8 +352,10 @@ class HydraEngine(CheckpointingEngine):
             propagator,
             # Errors name the caller's loss, not the recorder around it.
             replace(outcome, objective=iteration.objective),
+            # Norms travel in the row of the losses, so that ZeRO-3 need not ask the device again
             self._gradients.squares(),
             self.optimizer.param_groups,
+            # In the row that is exchanged anyway: all hear of the signal in the same iteration
             is_stop_requested=SIGTERM.is_asked(self),
         )
         self._gradients.tell(outcomes.squares)
@@ -356,6 +366,7 @@ class HydraEngine(CheckpointingEngine):
     def _look_after_memory(self) -> None:
         """Count an iteration; look after a checkpoint beside it, and the collector of garbage."""
         self._num_trained += 1
+        # Here all ranks stand at the same place: what failed beside training is raised on all
         self._settle_saving(waits=False)
         if self._num_trained % _FREEZES_EVERY == _SETTLED_AFTER:
             freeze_gc()
@@ -492,6 +503,7 @@ class HydraEngine(CheckpointingEngine):
         """
         has_gradients = include is None or OffloadStateTypeEnum.lp_grads in include
         super().offload_states(include, *args, **kwargs)
+        # The shards lie in ZeRO-3's own memory, which they would keep on the device
         if has_gradients and self._gradients is not None:
             self._gradients.release()
 
@@ -504,6 +516,7 @@ class HydraEngine(CheckpointingEngine):
         written beside training is not complete. In an `except` or `finally` that an error has led
         to, no rank is waited for.
         """
+        # The others may never come here: they may still be in the iteration that failed
         waits = sys.exc_info()[0] is None
         try:
             if waits and not self.is_destroyed:
@@ -523,6 +536,7 @@ class HydraEngine(CheckpointingEngine):
     def _end(self, *, waits: bool) -> None:
         try:
             if not self.is_destroyed:
+                # First: it may still read times of the propagator's clock
                 self.reporter.close(waits=waits)
                 self.source.close()
                 self.propagator.close()
@@ -537,6 +551,7 @@ class HydraEngine(CheckpointingEngine):
                 held_models.let_go(held.pop())
             try:
                 if getattr(self, "_is_watched", False):
+                    # Once: engines of a process are counted, and `__del__` comes here again
                     self._is_watched = False
                     leave_watchdog(waits=waits)
             finally:
@@ -544,6 +559,7 @@ class HydraEngine(CheckpointingEngine):
 
     def _find_untrained(self) -> HydraConfigError | None:
         """The error that names what an evaluation engine lacks for training; None otherwise."""
+        # Without an optimizer DeepSpeed has an object in its place that only partitions
         if hasattr(self.optimizer, "fp16_groups"):
             return None
         instead = 'no optimizer; give ds_hydra.initialize one, or the DeepSpeed config its "optimizer" section'
@@ -561,6 +577,7 @@ class HydraEngine(CheckpointingEngine):
         """The error that names offloaded states that an iteration needs; None without any."""
         offloaded = {state.value for state in getattr(self.optimizer, "offloaded_states", ())}
         if kind == "eval":
+            # Passes without a step read nothing else
             offloaded &= {OffloadStateTypeEnum.lp_params.value}
         if not offloaded:
             return None
@@ -590,6 +607,7 @@ class HydraEngine(CheckpointingEngine):
         return self._gradients.zeroed()
 
     def _step_or_skip(self, outcomes: Outcomes) -> None:
+        # In fp16 an overflow is DeepSpeed's to see: it also lowers the loss scale
         if outcomes.nonfinite_ranks and not self.fp16_enabled():
             self._skip_step(outcomes.own.plan, outcomes.nonfinite_ranks)
             return
@@ -601,12 +619,15 @@ class HydraEngine(CheckpointingEngine):
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
         more = len(outcomes.own.plan.lengths) - self.train_batch_size()
         self.global_samples += more
+        # An iteration is one step, whatever gradient_accumulation_steps says
         self.set_gradient_accumulation_boundary(True)
+        # `_skip_step` may have left it True, and DeepSpeed looks for overflow in fp16 only
         self.optimizer.overflow = False
         steps = self.global_steps
         try:
             super().step()
         except BaseException:
+            # Counted by DeepSpeed the step has been taken, and its samples with it
             if self.global_steps == steps:
                 self.global_samples -= more
             raise
@@ -691,6 +712,7 @@ class HydraEngine(CheckpointingEngine):
         self.wait_for_checkpoint()
         if self.global_rank == 0:
             logger.info(f"SIGTERM: saved step {self.global_steps} in {save_dir}, ending")
+        # Destroyed inside: the former handler, called at the end, may end the process
         with SIGTERM.answering():
             self.destroy()
         raise SystemExit(0)
@@ -732,6 +754,7 @@ class HydraEngine(CheckpointingEngine):
                     f"parameter {spec.fqn} is not partitioned: zero_optimization.stage must be 3 and the model "
                     "must not share parameters with another engine"
                 )
+            # Rounds are planned for this length: with another one they would move wrong elements
             if param.ds_tensor.numel() != spec.shard_numel(world):
                 raise UnsupportedModelError(
                     f"parameter {spec.fqn} of {spec.numel} elements has a ZeRO-3 partition of "
@@ -745,6 +768,7 @@ class HydraEngine(CheckpointingEngine):
         """
         if not hasattr(self.optimizer, "fp16_groups"):
             return  # evaluation alone needs none
+        # By identity: ZeRO-3 steps the very parameters of the model
         stepped = {id(param) for group in self.optimizer.fp16_groups for param in group}
         adapters.check_optimizer(self.basic_optimizer)
         pairs = zip(stage_model.params, stage_model.specs, strict=True)
@@ -762,6 +786,7 @@ class HydraEngine(CheckpointingEngine):
         """Spare ZeRO-3 the walks through all modules before each step, in which it releases
         parameters that are gathered: those of evaluation, as passes of training gather none.
         """
+        # Weakly: the optimizer will hold the function that holds this
         optimizer, kind = weakref.ref(self.optimizer), type(self.optimizer)
         params = [p for p in self.module.parameters() if hasattr(p, "ds_active_sub_modules")]
 

@@ -103,6 +103,7 @@ class RankReport(NamedTuple):
         known, last = (torch.tensor(x, dtype=torch.float64) for x in (known, times))
         of_passes = torch.stack([outcome.loss_sum, outcome.balance_loss])
         own = [to_device(known, squares.device), of_passes, squares]
+        # Times come along on CPU ranks alone, where the rest is on the CPU, too.
         return torch.cat([*own, last] if times else own)
 
 
@@ -131,6 +132,7 @@ class Outcomes:
     @property
     def squares(self) -> list[float]:
         """Squared norm of the gradients of each group that ZeRO-3 steps at once."""
+        # On every rank the same numbers in the same order: all clip by the same norm.
         return [sum(of_ranks) for of_ranks in zip(*(r.squares for r in self.ranks))]
 
     @property
@@ -158,6 +160,7 @@ class Outcomes:
                     f"fields {', '.join(read) or '(none)'}"
                 )
             )
+        # These passes had weighted sums with the loss's gradient; its value comes from the scores.
         if isinstance(objective, WeightedObjective):
             return objective.value + self.balance_loss
         return loss_sum / objective.normaliser + self.balance_loss
@@ -193,17 +196,22 @@ def gather_outcomes(
     )
     rows = gather_rows(mine_N)
     balance, read = propagator.stage_model.balance, [rows]
+    # Read with the rows and in their type: one copy, hence one wait.
     if trains and balance.layers:
         dist.all_reduce(balance.counts_LE)
         read.append(balance.counts_LE.double())
+    # Here the host waits for all passes.
     told = torch.cat([x.flatten() for x in read]).cpu()
     table, counts = told[: rows.numel()].view_as(rows), told[rows.numel() :]
     ranks = [RankReport.from_row(row, len(squares)) for row in table.tolist()]
+    # Every rank has all rows: only where there is a problem does telling it cost a collective.
     if any(rank.has_problem for rank in ranks):
         raise_together(problem, device)
+    # Close numbers may have other digests, so values decide, up to `SAME_TO`.
     if len({rank.settings for rank in ranks}) > 1:
         check_alike(settings, device, rel_tol=SAME_TO)
     positions = [-1]
+    # On all ranks or none: each of them has the sums of all.
     if not all(math.isfinite(rank.loss_sum) for rank in ranks):
         mine = torch.tensor([outcome.find_nonfinite()])
         positions = gather_by_hosts(mine, device).flatten().tolist()
@@ -253,6 +261,7 @@ def gather_scores(
     """Gather the scores of all ranks' `recorder` on each rank. Collective over all ranks."""
     here = [False] * len(iteration.plan.lengths)
     for phase in iteration.plan.on_rank(propagator.rank):
+        # TP ranks have the same scores, which count once; what a rank has not scored is 0.
         if phase.role is not None and phase.role.tp_rank == 0:
             for position in phase.positions:
                 here[position] = True
@@ -267,9 +276,12 @@ def linearised(iteration: Iteration, propagator: Propagator) -> Iteration:
     if objective is None or not isinstance(objective.loss, SequenceLoss):
         return iteration
     device = propagator.device
+    # With training's noise, which hashing repeats: weights belong to the scores of the next pass.
     log_probs = score(iteration, propagator, noise=True).log_probs
+    # A loss of the user's may fail on one rank alone.
     weighted = run_together(lambda: objective.weighted(log_probs, iteration.labels), device)
     weights_N = torch.stack([fields[WEIGHT] for fields in weighted.fields]).double()
     value = weights_N.new_tensor([weighted.value])
+    # Each rank has computed its own: unequal ones would train something else, in silence.
     check_value(name_of(objective.loss), torch.cat([value, weights_N]), device)
     return replace(iteration, objective=weighted)

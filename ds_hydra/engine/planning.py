@@ -98,6 +98,7 @@ class IterationSource:
             return
 
         def make_sampler() -> TokenBudgetSampler:
+            # At the start, and not in the iteration that draws a wrong row
             data.check_vocabulary(self._stage_model.vocab_size, self._stage_model.num_logits)
             wanted = self._config.tokens_per_iteration
             budget = budget_of(data.lengths, wanted)
@@ -126,6 +127,7 @@ class IterationSource:
         budget = config.tokens_per_iteration
 
         def make_sampler() -> tuple[StreamSampler, list[int]]:
+            # Others follow the plans, and know of the stream only how far it is trained
             if self._propagator.rank != 0:
                 return StreamSampler(None, budget), []
             reading = replace(
@@ -147,6 +149,7 @@ class IterationSource:
             return sampler, lengths
 
         sampler, first = run_together(make_sampler, self._device)
+        # All ranks check what candidates hold against the same lengths
         payload = broadcast_bytes(np.array(first, np.int32).tobytes(), 0, self._device)
         # Nobody knows the longest to come: a candidate has to fit what the context admits
         lengths = np.append(np.frombuffer(payload, np.int32), np.int32(config.context_length))
@@ -179,6 +182,7 @@ class IterationSource:
         call_together("train_batch()", self._device, error)
         assert self.sampler is not None
         assert self.data is not None
+        # After the agreement: a first call measures a profile, collectively
         feed = self.start()
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
@@ -206,6 +210,7 @@ class IterationSource:
         """The rows of `plan` that this rank needs; not collective."""
         assert isinstance(self.data, TokenDataset)
         mine = plan.on_rank(self._propagator.rank)
+        # Stages between the first and the last see activations alone
         needed = [position for phase in mine if phase.reads_tokens for position in phase.positions]
         return fetch_examples(self.data, plan, needed)
 
@@ -215,6 +220,7 @@ class IterationSource:
         payload = b""
         if self._propagator.rank == 0:
             pairs = zip(*(self.sampler[index] for index in plan.sample_indices), strict=True)
+            # Inputs and labels in one message of int32, which every vocabulary fits
             payload = np.stack([np.concatenate(column) for column in pairs]).tobytes()
         payload = broadcast_bytes(payload, 0, self._device)
         tokens = torch.frombuffer(bytearray(payload), dtype=torch.int32).view(2, -1)
@@ -289,6 +295,7 @@ class IterationSource:
         if forced is not None:
             call = f"{call} of {forced}"
             if len(call) > CALL_BYTES:
+                # Cut with a checksum: two long strategies may differ in what is cut off
                 call = f"{call[: CALL_BYTES - 9]} {crc32(call.encode()):08x}"
         # In the exchange of what is called: one for both
         call_together(call, self._device, problem)
@@ -298,6 +305,7 @@ class IterationSource:
             profile = self.candidates.ensure_profile()
             strategies = self.candidates.strategies
         else:
+            # Groups are made collectively, so before a rank plans alone
             self._propagator.prepare([forced])
             # Does not wait for a measurement: any cost model can only place sequences in it.
             profile, strategies = self.candidates.profile_for_forced(forced), (forced,)
@@ -347,6 +355,7 @@ class IterationSource:
                 self.sampler.forget_before(plan.iteration + 1)
         elif isinstance(examples, _ReadBatch) and examples.data is self.data:
             assert self.sampler is not None
+            # The sampler itself has not moved: it holds until a draw of its own
             self._given = self.sampler.state, examples.after
 
     def _after_given(self) -> SamplerState | None:
@@ -372,6 +381,7 @@ class IterationSource:
                 )
         given = state and state.get("given")
         self._given = (sampler.state, SamplerState(**given)) if given else None
+        # Once: data that are attached later begin anew
         self._next_iteration = self._loaded_position = None
 
     def close_feed(self) -> None:
@@ -408,6 +418,7 @@ class IterationSource:
         """
         self._warn_of_changes(state)
         self.close_feed()
+        # Kept where no data is attached yet, which then begins there
         self._loaded_position = state.get("sampler") if position else None, iteration, position
         self._take_position()
         self.candidates.load_state_dict(state)
@@ -492,10 +503,12 @@ class PlanFeed:
         """The plan of the next iteration; keeps the lookahead filled."""
         assert self._planner is not None, "only rank 0 plans"
         self._submit_until(iteration + LOOKAHEAD, needed=iteration + 1)
+        # Drawing has failed before this iteration, and its turn has come
         if iteration >= self._ahead.iteration:
             assert self._failure is not None
             raise self._failure
         planned = self._planner.get(iteration)
+        # The first plan is there, and with it what was compiled
         self._planner.deadline_s = self._deadline_s
         return planned
 
@@ -506,6 +519,7 @@ class PlanFeed:
     def _submit_until(self, iteration: int, needed: int = 0) -> None:
         """Submit the global batches before `iteration`; waits for a stream before `needed` only."""
         while self._planner is not None and self._ahead.iteration < iteration:
+            # Plans ahead are worth no wait: the stream may be read while this iteration trains
             if self._ahead.iteration >= needed and not self._sampler.can_draw(self._ahead):
                 return
             try:
@@ -541,6 +555,7 @@ class RowPrefetcher:
         ranks.
         """
         held = self._prefetched
+        # Before anything can fail: what was fetched serves this one iteration only
         self.cancel()
         if held is not None and held.iteration != iteration:
             held = None
@@ -559,6 +574,7 @@ class RowPrefetcher:
             ahead = self._prefetched = _Prefetched(iteration, Future(), Future())
 
             def work() -> None:
+                # Parsed here, beside training: the document was sent an iteration ahead
                 _settle(ahead.plan, lambda: PlannedIteration.from_json(document))
                 _settle(ahead.rows, lambda: fetch(ahead.plan.result().plan))
 
@@ -607,6 +623,7 @@ def broadcast_plans(
 
     def make() -> dict[str, Any]:
         planned = feed.get(iteration)
+        # Every rank has the plan: only how long rank 0 has waited is news
         this = planned.to_json() if known is None else {"waited_ms": planned.waited_ms}
         return {"this": this, "next": feed.peek(iteration + 1)}
 
@@ -627,6 +644,7 @@ def _from_first_rank(make: Callable[[], dict[str, Any]], device: torch.device) -
             document = make()
         except Exception as caught:  # whatever it is, the other ranks wait for it
             error = caught
+            # In the place of the document: the others wait in one broadcast, not in two
             document = {"error": [type(error).__name__, str(error)]}
     received = broadcast_bytes(json.dumps(document, separators=(",", ":")).encode(), 0, device)
     if error is not None:

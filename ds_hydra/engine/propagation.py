@@ -190,6 +190,7 @@ class Propagator:
         all_ranks = gather_by_hosts(torch.tensor(row), self.device).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
+        # Three numbers of each stand in a row: digest, sequences, tokens.
         for what, begin in (("plan", 1), ("global batch", 4)):
             held = [tuple(row[begin : begin + 3]) for row in all_ranks]
             differing = [rank for rank, its in enumerate(held) if its != held[0]]
@@ -210,6 +211,7 @@ class Propagator:
             rank for rank, its in enumerate(objectives) if not are_alike(objectives[0], its)
         ]
         if differing:
+            # Collective: every rank has the same rows, and comes here with the same answer.
             found = find_difference(objective, differing[0], self.device)
             raise on_all_ranks(
                 PlanMismatchError(
@@ -263,14 +265,17 @@ class Propagator:
         self.stage_model.balance.begin(self.device, task.loss_scale, plan.num_tokens)
         spans: list[tuple[Any, Any]] = []
         losses: list[tuple[RankPhase, Tensor]] = []
+        # `staying`: hooks go in and out once an iteration, because each time costs the host.
         with naming_memory_limit(self._memory_limit_bytes), self.stage_model.staying():
             mine = plan.on_rank(self.rank)
+            # Neighbours alone: slices of another phase would take the memory of these in between.
             for _, alike in itertools.groupby(mine, lambda own: slices_key(own.plan.strategy)):
                 self._run_phases(list(alike), task, grads_P, spans, losses)
         of_phases = [of_phase.sum() for _, of_phase in losses]
         return RankOutcome(
             plan=plan,
             objective=task.objective,
+            # The zero stands for ranks without labelled tokens, whose list is empty.
             loss_sum=torch.stack([self._zero, *of_phases]).sum(),
             balance_loss=self._zero + self.stage_model.balance.value,
             spans=spans,
@@ -374,6 +379,7 @@ class Propagator:
             forward = functools.partial(
                 self._forward_micro_batch, phase, stage, task, micro_batches
             )
+            # What stages send each other is a shard where TP cuts micro-batches.
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
@@ -428,6 +434,7 @@ class Propagator:
             vocabulary=Vocabulary(
                 tp=self.stage_model.tp,
                 num_columns=self.stage_model.num_logits,
+                # Without a known transform the model applies its own: only the temperature is left.
                 transform=(transform or LogitTransform()).over(self.temperature),
             ),
             targets_T=micro_batch.targets_T,
@@ -441,9 +448,11 @@ class Propagator:
         return run(at_head=head_loss.of_hidden)
 
     def _enter(self, role: Role, session: TransferSession) -> None:
+        # Modules are the stage's before its groups set hooks on them.
         self.stage_model.enter()
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
+        # Under EP experts are whole, and TP must not sum their outputs as if they were parts.
         self.stage_model.tp.enter(group, tp, role.tp_rank, cuts_experts=role.scheme.ep == 1)
         if role.scheme.ep > 1:
             ep_group = self.groups.get(*role.ep_group)

@@ -101,6 +101,7 @@ class StrategyLinks:
 
     def link_for(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
+        # Planned phases make up many strategies that need the same slices: one link serves them.
         key = slices_key(strategy)
         if key not in self._links:
             rank_buckets = self.stage_model.strategy_buckets(strategy, self.num_ranks)
@@ -112,6 +113,7 @@ class StrategyLinks:
                     self.rank,
                     gradients=gradients,
                     ranks_per_node=self.ranks_per_node,
+                    # Rounds of gathered layers come again and again, each by itself.
                     independent_rounds=strategy.gathers,
                     relayed=relayed,
                 )
@@ -184,6 +186,7 @@ class StrategyLinks:
             self.pool,
             self._dtype,
             training=training,
+            # An idle rank takes part in the rounds of gathered layers, without slots of its own.
             slot_of=window.slot_of if buckets else {},
         )
 

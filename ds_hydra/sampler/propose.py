@@ -194,6 +194,7 @@ def propose_among(
 
     bench = SampleBench(sample_batches(histogram, settings), world, settings)
     choice = _Choice(limits, [*start], [*start])
+    # Rated first: `grow` measures gains against what is chosen
     for strategy in start:
         choice.table[strategy] = bench.times_ms(strategy)
     proposed = _of_program(world, histogram, settings) if "plain" in spaces else {}
@@ -245,6 +246,7 @@ class _Choice:
             if not affordable or max(gains) <= 0:
                 break
             added = affordable[int(np.argmax(gains))]
+            # Refused for its groups or taken, it need not be looked at again: no group goes away
             open_.remove(added)
             # Asked of the best one alone, because it looks at the groups of every rank.
             if not limits.allow(groups_of_all([*self.chosen, added])):
@@ -279,6 +281,7 @@ def _candidates(
         tried = dict.fromkeys(proposed)
         tried |= dict.fromkeys(full_strategies(single, bench.world.num_devices, _MAX_SINGLE_STAGE))
         yield from bench.winners_near(tuple(tried), schemes, progress)
+    # At most once: the next space begins with the static one of the space before
     if not any(map(bench.fits_context, choice.chosen)):
         check_context(bench.world, schemes)
         static = bench.best_static(space)
@@ -311,6 +314,7 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
         times_ms = np.min([table[strategy] for strategy in choice.staying], axis=0)
         instead = propose_phases(bench, profile, limits, choice.staying, times_ms)
         own = instead.strategies
+        # Phases are made of all of `own` together, so each has the time of all
         grown = replace(
             choice,
             chosen=[*dict.fromkeys([*choice.staying, *own])],
@@ -323,6 +327,7 @@ def _with_phases(bench: SampleBench, choice: _Choice, profile: Profile) -> ForPh
     more = groups_of_gathered(found.chosen, found.strategies, bench.settings.num_devices, limits)
     if more:
         every = (*found.chosen, *found.strategies, *more)
+        # Plans price schemes by this table alone, and `profile` may lack some of them
         known = Costs(profile).extended(schemes_of(every))
         return ForPhases(
             found.chosen,
@@ -342,9 +347,11 @@ def propose_phases(
     """Strategies of gathered schemes of `profile`, at most two menus of them, whose phases make the
     global batches faster than `known_ms` [global batch]; none where none does.
     """
+    # Some global batches decide; what was chosen is then rated on all
     best = known_ms[:_NUM_DECIDING]
     menus = dict(enumerate(_menus(profile, bench.settings)))
     chosen: tuple[Strategy, ...] = ()
+    # Groups of the candidates beside are there in any case: menus may use them
     are_refused, taken = False, groups_of_all(beside)
     for _ in range(_MAX_MENUS):
         # Menus may share strategies
@@ -370,8 +377,10 @@ def _menus(profile: Profile, settings: CandidateSettings) -> Iterable[tuple[Stra
     found: dict[tuple[Strategy, ...], None] = {}
     number, layers = settings.num_devices, profile.memory.num_layers
     planning = PlanningProblem(GlobalBatch.of_lengths(()), profile, number)  # prices and MaxLen
+    # The planner makes hpz of these itself; checkpointed layers follow below
     known = (s for s in profile.latency if s.gathering == (True, False) and not s.ckpt)
     gathered = [scheme for scheme in known if profile.memory.knows(scheme)]
+    # A profile with checkpointing has all layers checkpointed already
     for step in [0] if profile.is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [replace(scheme, ckpt=ckpt) for scheme in gathered]
@@ -411,6 +420,7 @@ def groups_of_gathered(
     for scheme in dict.fromkeys(gathered):
         strategy = Strategy.alike(scheme, num_devices)
         alike.setdefault(scheme.ckpt, {})[strategy] = scheme.num_devices
+    # Ranks can be cut into groups of one size in one way: nothing is there to put together
     wanted = [s for of_kind in alike.values() if len({*of_kind.values()}) > 1 for s in of_kind]
     found: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):
@@ -446,6 +456,7 @@ def _describe(
 ) -> Proposal:
     table, chosen, settings = choice.table, for_phases.chosen, bench.settings
     times = np.stack([table[strategy] for strategy in chosen])
+    # Among strategies alone: what phases win is one share for all of theirs
     won = Counter(np.argmin(times, axis=0).tolist())
     static = [s for s in chosen if not s.is_heterogeneous and bench.fits_context(s)]
     best_static = min(static, key=lambda s: float(table[s].mean()), default=None)
@@ -467,6 +478,7 @@ def _describe(
         if s not in chosen
     ]
     profile = bench.world.profile
+    # Schemes of phases may have no entry here: what is not measured is assumed
     measured = profile.latency.keys() - profile.assumed
     assumed = schemes_of(chosen) & profile.assumed
     assumed |= schemes_of(for_phases.strategies) - measured

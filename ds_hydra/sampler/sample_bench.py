@@ -203,6 +203,7 @@ class SampleBench:
 
         Each is estimated by one greedy dispatch of some global batches.
         """
+        # Exchanges keep to one kind of gathering, so each kind needs a strategy to start from
         alike = [Strategy.alike(scheme, self.world.num_devices) for scheme in schemes]
         screened: dict[Strategy, FloatArray] = {}
         chosen: list[Strategy] = [*start]
@@ -217,6 +218,7 @@ class SampleBench:
             before, chosen = chosen, fastest_together(start, screened, most=_NUM_TRIED)
             if progress is not None:
                 progress(done + 1, _MOST_STEPS)
+            # The same set has the same neighbours, and all of them are known by now
             if chosen == before:
                 break
         return chosen
@@ -245,6 +247,7 @@ class SampleBench:
         by `profile` where that is less.
         """
         planner, found = self._planner(strategies), []
+        # As many global batches as times are given: the first ones
         for batch, limit_ms in zip(self.batches, known_ms.tolist()):
             planning = PlanningProblem(batch, profile, self.world.num_devices, planner)
             found.append(plan_phases(planning, strategies, limit_ms).time_ms)
@@ -299,6 +302,7 @@ def fastest_together(
     while len(chosen) < min(most, len(times_ms)):
         means = np.minimum(best, times).mean(axis=1)
         added = int(np.argmin(means))
+        # Ends as well where both means are infinite, because a batch fits nowhere
         if not means[added] < (1 - _LEAST_GAIN) * best.mean():
             break
         # It need not leave the open ones: it makes nothing faster a second time.
@@ -313,6 +317,7 @@ def sample_batches(
     """The global batches of `settings`, drawn from `histogram`."""
     number = settings.num_batches
     if number is None:
+        # Sequences of a global batch in the mean
         of_each = settings.num_tokens * histogram.num_sequences / histogram.num_tokens
         number = min(_MOST_BATCHES, max(_FEWEST_BATCHES, ceil(_ENOUGH / of_each)))
     drawn = histogram.draw_batches(settings.num_tokens, number, settings.seed)
@@ -321,6 +326,7 @@ def sample_batches(
             iteration=iteration,
             sample_indices=tuple(range(len(lengths))),
             lengths=tuple(lengths.tolist()),
+            # The first token of a sequence is predicted by nothing
             num_label_tokens=int((lengths - 1).sum()),
         )
         for iteration, lengths in enumerate(drawn)
@@ -349,6 +355,7 @@ class FastEstimator:
                 longest = world.max_len_tokens(scheme)
                 self._max_len[row, column[scheme]] = max(0, longest)
         self._gathers = np.array([strategy.gathers for strategy in strategies], dtype=np.bool_)
+        # MaxLen 1 stands for what `_screen` puts in its place: it depends on the strategy
         self._kinds = [
             PipelineKind(1, scheme.pp, 1, world.profile.get_latency(scheme)) for scheme in schemes
         ]
@@ -381,6 +388,7 @@ def _screen(
         if max_len[row].max() < every.lengths[0]:
             found[row] = np.inf
             continue
+        # Rows of one table: T of all sequences was computed once for all strategies
         problem = DispatchProblem(
             every.lengths,
             every.sequence_ms[kinds],

@@ -88,6 +88,7 @@ def run_passes(
     stage of that many layers takes them as they arrive.
     """
     num_stages, num_micro_batches = forward_ms.shape
+    # No stage begins before the first of its layers is there
     free = np.full(
         num_stages, max(begin_ms, pull_ms if num_buckets == 0 else pull_ms / num_buckets)
     )
@@ -142,6 +143,7 @@ def _equal_stages(
     forward_ms, backward_ms, times = np.empty(shape), np.empty(shape), np.empty((4, *shape))
     forward_ms[:] = forward_fraction * micro_batch_ms
     backward_ms[:] = (1.0 - forward_fraction) * micro_batch_ms
+    # Forward waits for the pull of gathered layers; what that leaves is backward
     if first_computed_ms < micro_batch_ms[0]:
         forward_ms[:, 0] = forward_beside_pull_ms(
             micro_batch_ms[0], first_computed_ms, forward_fraction, pull_ms
@@ -194,6 +196,7 @@ def linked_ms(
     )
     start, end = times[2, :, -1], times[3, :, -1]
     last_ms = (1.0 - forward_fraction) * micro_batch_ms[-1]
+    # First and last at once: its backward is what `_equal_stages` has left of it
     if micro_batch_ms.size == 1 and first_computed_ms < micro_batch_ms[0]:
         last_ms = end[0] - start[0]
     first_gradient = start + last_ms / num_buckets
@@ -214,6 +217,7 @@ def makespan_ms(
     `micro_batch_ms` is what micro-batches compute; each takes `traffic_ms` at least, what its
     layers move.
     """
+    # A copy only where it is needed: searches ask very often
     if traffic_ms > 0.0:
         micro_batch_ms = np.maximum(micro_batch_ms, traffic_ms)
     if is_exact:
@@ -295,6 +299,7 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
     mean = np.zeros(num_micro_batches)
     path = np.zeros(num_micro_batches)
     path_sum = np.zeros(num_micro_batches)
+    # One stage has all the work, so 1 ms is a bound to begin with
     best, bound = np.inf, 1.0
     for step in range(1, _BALANCE_STEPS + 1):
         makespan = _critical_path(micro_batches, num_stages, forward_fraction, path)
@@ -305,6 +310,7 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
         mean += micro_batches
         # The mean of all divisions is often better than any of them, but trying it is a recurrence.
         if step % 50 == 0:
+            # min(g) of the docstring; rounding must not lift it above what it bounds
             bound = max(bound, path_sum.min() / step - _ROUNDING)
             if one_f_one_b_ms(mean / step, num_stages, forward_fraction) < best:
                 best = one_f_one_b_ms(mean / step, num_stages, forward_fraction)
@@ -341,6 +347,7 @@ def _critical_path(
                 before = times[1, stage, micro_batch + warm_up]
             else:
                 before = times[3, stage, micro_batch - 1] if micro_batch > 0 else 0.0
+            # It began after its stage was free, so it waited for the stage behind
             if stage < num_stages - 1 and times[2, stage, micro_batch] > before:
                 stage += 1
             elif is_paired:
@@ -356,12 +363,14 @@ def _critical_path(
                 before = times[3, stage, micro_batch - 1 - warm_up]
             else:
                 before = times[1, stage, micro_batch - 1] if micro_batch > 0 else 0.0
+            # Nothing precedes F(0) in its stage: it waited for the stage before
             if micro_batch == 0 or times[0, stage, micro_batch] > before:
                 stage -= 1
             elif is_paired:
                 micro_batch, is_backward = micro_batch - 1 - warm_up, True
             else:
                 micro_batch -= 1
+    # F(0) of stage 0, at which the walk has ended
     path[0] += forward_fraction
     return float(times[3, 0, num_micro_batches - 1])
 
@@ -387,6 +396,7 @@ def ends_ms(
     order = np.argsort(times_ms, kind="stable")
     # Ranks of the pipelines that run until each end: its own and those that end after it.
     running = np.array(num_ranks)[order][::-1].cumsum()[::-1]
+    # No rank is faster than with a core for itself
     speed = np.minimum(ranks_per_core, num_devices / running)
     ends = np.empty_like(times_ms)
     ends[order] = np.cumsum(np.diff(times_ms[order], prepend=0.0) / speed)

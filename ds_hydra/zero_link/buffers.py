@@ -108,6 +108,7 @@ class OrderedSum:
             [(copy.shape, copy.packed_begin) for copy in copies.each]
             for copies in (self.own, self.targets)
         )
+        # Own blocks are added to targets pair by pair, so both have to have merged alike.
         return len(self.begins) <= _FEW and (not own or own == blocks)
 
 
@@ -133,6 +134,7 @@ def pack_hop(hop: Hop, rank: int, num_ranks: int) -> PackedHop:
         for both in hop.local
         for pieces in zip(*(batch.table.tolist() for batch in both), strict=True)
     ]
+    # A pair may share the one kernel only if both of its ends are plain.
     local.sort(key=lambda both: not all(copy.is_plain for copy in both))
     num_plain = sum(all(copy.is_plain for copy in both) for both in local)
     owned, needed = zip(*local) if local else ((), ())
@@ -148,6 +150,7 @@ def pack_hop(hop: Hop, rank: int, num_ranks: int) -> PackedHop:
 def _block(batch: Batch, piece: Sequence[int]) -> StridedCopy:
     """A row of the table of `batch`, in its store alone."""
     key, offset, stride, rows, cols = piece
+    # Goes straight from store to store, hence no place in a packed buffer.
     return StridedCopy(batch.store, key, offset, (0, stride), (1, rows, cols), 0, 0)
 
 
@@ -176,6 +179,7 @@ def _merge_blocks(places: Iterable[tuple[Batch, int]]) -> Copies:
         for key, offset, stride, rows, cols in batch.table.tolist():
             kind = (batch.store, key, stride, rows, cols)
             alike = known.setdefault(kind, [])
+            # Not the last run alone: blocks of two runs may alternate.
             run = next((run for run in alike if _goes_on(run, offset, begin)), None)
             if run is None:
                 run = []
@@ -239,6 +243,7 @@ def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[Ordere
     are_apart = len(classes) < 2 or _are_disjoint([found[0][1].table for found in classes.values()])
     for found in classes.values() if are_apart else [[part] for part in parts]:
         batch = found[0][1]
+        # At most one is this rank's own, as a hop has at most one pair of local batches.
         own = next((copies for *_, copies in found if copies.each), _NOTHING)
         targets = _merge_blocks([(batch, 0)])
         yield OrderedSum(batch.numel, tuple(part[2] for part in found), targets, own)
@@ -247,6 +252,7 @@ def _ordered_sums(hop: Hop, rank: int, splits: Sequence[int]) -> Iterator[Ordere
 def _are_disjoint(tables: Sequence[IntArray]) -> bool:
     """Whether no element of a shard is in two of `tables`, one at least."""
     pieces = np.concatenate(tables)
+    # Run by run, because strided blocks may lie between each other's runs and still be disjoint.
     keys, offsets, strides, rows, cols = np.repeat(pieces, pieces[:, 3], axis=0).T
     row = np.arange(len(rows)) - np.repeat(pieces[:, 3].cumsum() - pieces[:, 3], pieces[:, 3])
     begins = offsets + row * strides
@@ -332,6 +338,7 @@ class ExchangeBuffers:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor [numel] of unknown content."""
         nbytes = -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        # An empty tensor is never in `_taken`: its address would not tell it from others.
         if not nbytes or not self._caches:
             return torch.empty(numel, dtype=dtype, device=self._device)
         self._free.sort(key=Tensor.numel)
@@ -341,6 +348,7 @@ class ExchangeBuffers:
         if memory.numel() < nbytes:
             del memory
             memory = torch.empty(nbytes, dtype=torch.uint8)
+        # By address, because `give_back` gets a view of another type and length.
         self._taken[memory.data_ptr()] = memory
         return memory[: numel * dtype.itemsize].view(dtype)
 

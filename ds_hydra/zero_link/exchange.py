@@ -71,6 +71,7 @@ class Link:
         """
         self._packed: dict[int, tuple[Round, tuple[PackedHop, ...]]] = {}
         self._groups = (group, group if node_group is None else node_group)
+        # Plans count all ranks, an all-to-all those of its group alone.
         self._members = tuple(_members(group) for group in self._groups)
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
@@ -101,6 +102,7 @@ class Link:
         """
         round_, packed = plan.rounds[index], self._pack(plan, index)
         dtype = shards_P[0].dtype
+        # Holds the dictionary itself, so that memory taken below is in it.
         stores = Stores(dtype, shards_P, slices_S, self._relayed)
         if round_.relayed_numel and round_.relayed_until != STAYS:
             # Stays after this round: a cell crosses nodes once, and later rounds read it here.
@@ -132,6 +134,7 @@ class Link:
         nodes needs its rounds in descending order, unless it was planned with `independent_rounds`.
         """
         packed = self._pack(plan, index)
+        # Sums have fp32 on relays as on owners, whatever type travels.
         stores = Stores(torch.float32, grads_P, grads_S, self._relayed)
         # Sums that several rounds add to are in the memory of the first one, the last of a push.
         for first, other in enumerate(plan.rounds[: index + 1]):
@@ -143,6 +146,7 @@ class Link:
             side = packed[number]
             return self._post(side.slices, side.shards, stores, self._gradient_dtype, number)
 
+        # The reverse of a pull: first inside the node, where relays sum, then across nodes.
         *earlier, last = range(len(packed))
         posted = post(last)
 
@@ -151,6 +155,7 @@ class Link:
             # The node's sums are complete now, and go on to the ranks that own them.
             for number in reversed(earlier):
                 self._add(post(number), packed[number], stores)
+            # Rounds descend, or are independent: nothing is added to these sums any more.
             if index in self._relayed:
                 self._buffers.give_back(self._relayed.pop(index))
 
@@ -222,6 +227,7 @@ class Link:
             if addition.is_direct and self._gradient_dtype == torch.float32:
                 self._add_in_place(addition, incoming, stores)
                 continue
+            # Begins with what the shards hold already, of other rounds and of earlier phases.
             sums = self._buffers.take(addition.numel, stores.dtype)
             targets, num_plain = stores.views(addition.targets), addition.targets.num_plain
             places = packed_views(sums, addition.targets)
@@ -243,6 +249,7 @@ class Link:
         for begin in addition.begins:
             if begin is None:
                 sources, of_own = stores.views(addition.own), addition.own.num_plain
+                # Plain ones come first in both lists; a pair is plain where both of its ends are.
                 run_pairs(targets, sources, min(num_plain, of_own), torch._foreach_add_)
             else:
                 sources = packed_views(received[begin : begin + addition.numel], addition.targets)

@@ -133,6 +133,7 @@ class ParamSpec:
 
         Raises HydraConfigError where `num_blocks` and `tp_size` do not divide each other.
         """
+        # First, because experts that ranks share under EP are whole, however TP would cut them.
         if ep_size > 1 and self.num_experts:
             begin, end = _even_range(self.num_experts, ep_size, ep_rank)
             each = self.num_rows // self.num_experts
@@ -150,6 +151,7 @@ class ParamSpec:
 
     def slice_shape(self, region: Region) -> tuple[int, ...]:
         """Tensor shape of a slice; a FIRST_RANK slice keeps the full shape on every rank."""
+        # Fewer rows than all are a part of the experts: TP cuts these by columns.
         if region.num_rows < self.num_rows and self.num_experts:
             return (self.num_experts * region.num_rows // self.num_rows, *self.shape[1:])
         if self.slicing in (Slicing.COLWISE, Slicing.ROWWISE) and self.shape:
@@ -185,6 +187,7 @@ class ParamSpec:
 
 
 def _even_range(total: int, num_parts: int, part: int) -> tuple[int, int]:
+    # The end of a part is rounded as the begin of the next one, so that parts meet.
     return part * total // num_parts, (part + 1) * total // num_parts
 
 
@@ -220,6 +223,7 @@ class Regions(NamedTuple):
     @classmethod
     def of(cls, regions: Iterable[tuple[int, Region]]) -> Regions:
         """Build the table from pairs of parameter and rectangle."""
+        # Reshaped, because without regions the array has one dimension and no columns.
         table = np.array(
             [(param, r.row, r.num_rows, r.col, r.num_cols) for param, r in regions], dtype=np.int64
         ).reshape(-1, 5)
@@ -257,6 +261,7 @@ class ShardTable:
         """
         param, *places = regions
         shape = (self.num_cols[param], self.numel[param])
+        # The number of owners tells apart arrays that are only equal one behind the other.
         key = np.concatenate([*shape, *places, owners, [len(owners)]]).tobytes()
         if key not in self._known:  # the layers of a model differ in nothing that matters here
             self._known[key] = self._find_blocks(regions, owners)
@@ -296,6 +301,7 @@ class ShardTable:
             low = np.maximum(begin - at * row_len, col)
             return at * row_len + low, np.minimum(end - at * row_len, col_end) - low
 
+        # Computed for every pair, sensible or not: `found` picks those that exist.
         head_start, head_cols = partial_row(first)
         tail_start, tail_cols = partial_row(last - 1)
         # Whole rows of the parameter are one run, which takes the place of the head.
@@ -305,6 +311,7 @@ class ShardTable:
             np.where(is_run, run_start, head_start),
             np.where(is_run, run_cols, head_cols),
         )
+        # A row of which the shard has a part may have none of the region's columns in it.
         found = np.stack(
             [
                 is_some & (is_run | has_head) & (head_cols > 0),
@@ -314,6 +321,7 @@ class ShardTable:
             axis=1,
         )
         one = np.ones_like(row)
+        # In row-major order: pair by pair, and in flat order inside each.
         item, part = np.nonzero(found)
         starts = np.stack([head_start, first_whole * row_len + col, tail_start], axis=1)
         rows = np.stack([one, last_whole - first_whole, one], axis=1)
@@ -419,6 +427,7 @@ class LinkPlan:
         """
         total = 0
         for number, round_ in enumerate(self.rounds):
+            # Round and hop are part of the fingerprint: messages of others must not cancel.
             for step, hop in enumerate(round_.hops):
                 for sign, batches in ((1, hop.outgoing), (-1, hop.incoming)):
                     for batch in batches:

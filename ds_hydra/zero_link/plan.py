@@ -98,6 +98,7 @@ class BucketRequests:
                 (slot, ref)
                 # Numbered before any is left out: a slot is a place in the whole bucket.
                 for slot, ref in enumerate(bucket)
+                # A FIRST_RANK parameter has an empty region on the other ranks of its TP group.
                 if ref.region.numel and (ref.pushes_gradient or not gradients)
             )
             for bucket in by_value
@@ -117,6 +118,7 @@ class Requests(NamedTuple):
     @classmethod
     def of(cls, items: Sequence[tuple[int, int, Region, Region, int]]) -> Requests:
         """Build requests from (param, slot, region, the slice's region, cell)."""
+        # Reshaped, because without items the array has one dimension and no columns.
         slices = np.array(
             [(slot, s.row, s.col, s.num_cols, cell) for _, slot, _, s, cell in items],
             dtype=np.int64,
@@ -150,6 +152,7 @@ class DirectPlanner:
         bucket = int(self.asked.ids[rank, index])
         if bucket not in self._asks:
             kept = self.asked.buckets[bucket] if bucket >= 0 else ()
+            # A whole slice is asked for: direct routes have no cells (-1).
             self._asks[bucket] = Requests.of(
                 [(r.param, slot, r.region, r.region, -1) for slot, r in kept]
             )
@@ -167,6 +170,7 @@ class DirectPlanner:
         local = self.kept_here(Store.SHARD, self.shard_pieces(own.regions, me), own, me)
         others = np.array([rank for rank in ranks if rank != self.rank], dtype=np.int64)
         return Hop(
+            # A reader expects no batch from a shard that has nothing for it.
             outgoing=tuple(batch for batch in outgoing if len(batch.table)),
             incoming=self.slices_from(own, others, others),
             local=local,
@@ -178,6 +182,7 @@ class DirectPlanner:
         """Pairs that need no wire: this rank's slices out of its own `held` parts of `owners`."""
         if not len(held):
             return ()
+        # The same blocks in the same order as in `held`: rows of both tables are pairs.
         slices = slice_pieces(own, self.table.mutual_blocks(own.regions, owners), self.table)
         return ((Batch(store, (), held), Batch(Store.SLICE, (), slices)),)
 
@@ -211,6 +216,7 @@ class DirectPlanner:
 
 def slice_pieces(asks: Requests, blocks: Blocks, table: ShardTable) -> IntArray:
     """Places of all blocks in the reader's slices."""
+    # Pairs are numbered owner by owner, so the remainder is the request.
     ask = blocks.item % max(len(asks.slot), 1)
     row_len = table.num_cols[asks.regions.param[ask]]
     width = asks.slice_cols[ask]
@@ -344,6 +350,7 @@ class NodePlanner(DirectPlanner):
             cells = self._of_nodes.get(nodes[0])
             regions = cells.regions.take(cells.first_shared_in(index))
             pieces = self.shard_pieces(regions, np.array([self.rank]))
+            # IS_THERE: the relay ranks have kept these cells since an earlier pull.
             if len(pieces) and self._relayed is not Relayed.IS_THERE:
                 yield Batch(
                     Store.SHARD,
@@ -405,6 +412,7 @@ class NodePlanner(DirectPlanner):
         """
         outgoing = []
         ranks = self.nodes.ranks(self.node)
+        # Beside a smaller last node some ranks of a node relay nothing.
         if len(self._relay.owners):
             # One packed buffer serves all ranks that need the same cells.
             for members in _group_equal(self._cells_of(self._cells.shared, ranks, index)):
@@ -625,6 +633,7 @@ def _digest(params: Sequence[ParamSpec], asked: BucketRequests, options: tuple[o
     digest.update(
         repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode()
     )
+    # What the numbers in `ids` stand for: equal numbers of other buckets are other requests.
     for bucket in asked.buckets:
         refs = [
             (slot, r.param, r.region.row, r.region.num_rows, r.region.col, r.region.num_cols)

@@ -67,6 +67,7 @@ class HostCopies:
 
     def begin(self) -> None:
         """Take all buffers for free. What no copy takes until the next call is released then."""
+        # By size: states of a run have the same sizes in every checkpoint
         self._free = defaultdict(list)
         for buffer in self._buffers:
             self._free[buffer.numel()].append(buffer)
@@ -79,6 +80,7 @@ class HostCopies:
         leaves = tree_leaves(state)
         kept = {size: len(buffers) for size, buffers in self._free.items()}
         new = 0
+        # Only what no buffer is there for: memory that is kept is not free on the host
         for size in _storage_bytes(leaves):
             kept[size] = kept.get(size, 0) - 1
             new += size if kept[size] < 0 else 0
@@ -93,6 +95,7 @@ class HostCopies:
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.no_grad():
             copied = {id(leaf): self._copy(leaf, storages) for leaf in leaves if _is_plain(leaf)}
+            # With tensors in its memo all types stay: `tree_map` makes a tuple of `torch.Size`
             taken = copy.deepcopy(state, copied)
         if self._pins:
             get_accelerator().synchronize()  # before the next step changes what is copied
@@ -102,6 +105,7 @@ class HostCopies:
         storage = leaf.untyped_storage()
         if storage._cdata not in copied:
             buffer = self._find_buffer(storage.nbytes())
+            # Whole storages as bytes: tensors that share one share its copy, too
             whole = torch.empty(0, dtype=torch.uint8, device=leaf.device).set_(storage)
             buffer.copy_(whole, non_blocking=True)
             copied[storage._cdata] = buffer.untyped_storage()
@@ -197,6 +201,7 @@ class SavingBeside:
         self._is_written.wait()
         if self.look():
             return True
+        # Who has come here knows that all have written: each waits for its own before `look`
         self._all_written_at = time.monotonic()
         self._thread.join()
         return self.look()

@@ -88,11 +88,13 @@ class CheckpointingEngine(DeepSpeedEngine):
         """
         with watch("saving"):
             call_together("save_checkpoint()", self.device)
+            # One at a time: both would take the same memory for copies and the same lock
             self._settle_saving(waits=True)
             self._together(lambda: files.check_client_state(client_state or {}))
             is_beside = self._hydra_config.checkpoint.asynchronous
             tag = f"global_step{self.global_steps}" if tag is None else _as_name(tag)
             saving = files.Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
+            # Times of the last iteration are learned from before the state is taken
             self.reporter.finish()
             state = {**(client_state or {}), _CLIENT_STATE_KEY: self.source.state_dict()}
             # Not by LOCAL_RANK: a launcher may give all ranks of a host 0, and a device each
@@ -111,9 +113,11 @@ class CheckpointingEngine(DeepSpeedEngine):
                 if is_beside:
                     self.checkpoint_engine.hold = self._begin_copies()
                 with saving_shards():
+                    # Never `latest`: the commit writes it, once the files of all are there
                     super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
                 if is_beside:
                     writer = self.checkpoint_engine.detach()
+                    # Of folders, and of files that could not be held and were written at once
                     raise_together(writer.take_error(), self.device)
                     self._beside = SavingBeside(
                         saving,
@@ -251,6 +255,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                         scheduler=self.lr_scheduler if goes_on else None,
                     )
                 )
+            # Before loading: DeepSpeed overwrites them
             scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
             rates = self._given_rates()
             try:
@@ -264,6 +269,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                         load_module_only,
                         custom_load_fn,
                     )
+                # DeepSpeed restores placeholders of size 0 then: weights come from the fp32 shards
                 if load_module_only and not universal:
                     states = self.checkpoint_engine.handed["_optim_states.pt"][_OPTIMIZER]
                     states = [states] * self.world_size
@@ -337,6 +343,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         zero = optim[_OPTIMIZER]
         if is_checked:
             check_same_optimizer(folder, zero[_OPTIMIZER], own)
+        # What was read has to hold some states: this run's own stay as they are
         if not load_optimizer_states:
             zero[_OPTIMIZER] = own
         self.checkpoint_engine.handed = {"_model_states.pt": model, "_optim_states.pt": optim}

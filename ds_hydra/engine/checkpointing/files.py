@@ -80,6 +80,7 @@ _RENAMES = (
 
 _SAFE_CLASSES = (
     *(LossScaler, DynamicLossScaler, ZeroStageEnum),
+    # By their own reduction: NumPy has moved these functions between releases
     *(np.float64(0).__reduce__()[0], np.dtype),
     *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"),
     *(np.zeros(0).__reduce__()[0], np.ndarray),
@@ -94,6 +95,7 @@ def _enum_member(kind: Any, name: str) -> Enum:
     """Stand in for `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as
     getattr(enum, name).
     """
+    # A free `getattr` would reach any function from a class that may be read
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"Unsupported getattr({kind!r}, {name!r})")
     return kind[name]
@@ -137,6 +139,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
 
     def detach(self) -> HydraCheckpointEngine:
         """The writer of the files so far, for another thread; this one begins anew."""
+        # Shallow: lists and digests go to the other one, and new ones are made here
         detached = copy.copy(self)
         self.hold, detached.hold = None, None
         self._held, self._digests, self._error = [], {}, None
@@ -152,6 +155,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
 
     def _save(self, state_dict: Any, path: str, check: Callable[[], None] = lambda: None) -> None:
         with open(path, "wb") as file:
+            # Hashed on the way: reading it again would cost a pass over the file
             digesting = _DigestingFile(file, check)
             torch.save(state_dict, digesting)
             file.flush()
@@ -160,6 +164,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The content of a file: the one handed over for it, else read with `read_tensors`."""
+        # DeepSpeed asks for files of this very rank, which a smaller world has not written
         for ending, content in self.handed.items():
             if path.endswith(ending):
                 return content
@@ -171,6 +176,7 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
             action()
         # torch's zip writer raises RuntimeError on a full disk
         except (OSError, RuntimeError) as error:
+            # The first one: what follows a full disk says less
             if self._error is None:
                 self._error, self._path_of_error = error, path
 
@@ -215,6 +221,7 @@ class _DigestingFile:
     def write(self, data: Any) -> int:
         whole = memoryview(data)
         for begin in range(0, len(whole), _BLOCK_BYTES):
+            # Before each block, so that a file that is given up costs no more of them
             self._check()
             block = whole[begin : begin + _BLOCK_BYTES]
             self._file.write(block)
@@ -244,6 +251,7 @@ class Saving:
         self._lock: int | None = None
         self.target = self._save_dir / tag
         """Place of the checkpoint when it is whole."""
+        # Beside the target, in one file system: a rename does not cross mounts
         self.folder = self._save_dir / f"{_SAVING}{tag}-{saving_id}"
         """Folder that DeepSpeed saves to, in place of `save_dir`."""
 
@@ -251,6 +259,7 @@ class Saving:
         """Lock `save_dir` and make the folder, without remains of a crash."""
         self._save_dir.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(self._save_dir)
+        # First: a crash between two renames may have left the target under its other name
         restore_replaced(self._save_dir)
         target = self.target
         if target.is_symlink():
@@ -293,12 +302,16 @@ class Saving:
         written, target = self.folder / self._tag, self.target
         _write_manifest(written, self._read_digests(ranks), world_size)
         if save_latest:
+            # After the manifest, which must not list it: the next commit takes the mark away
             (written / LATEST_MARK).touch()
+        # Names before the rename: after a power failure a folder in its place must be whole
         _sync_folder(written)
         put_in_place(written, target)
         if save_latest:
+            # Only now, when what it names is in place
             _replace_text(self._save_dir / "latest", self._tag)
             for mark in self._save_dir.glob(f"*/{LATEST_MARK}"):
+                # Last: while `latest` changes both have a mark, and either is right
                 if mark.parent != target:
                     mark.unlink()
         shutil.rmtree(self.folder / _DIGESTS)
@@ -353,6 +366,7 @@ def put_in_place(written: Path, target: Path) -> None:
     """Rename a folder to `target`, in place of a folder there; see `restore_replaced`."""
     replaced = target.with_name(f"{REPLACED_PREFIX}{target.name}")
     if os.path.lexists(target):
+        # Moved aside: a rename does not replace a folder that has files
         target.rename(replaced)
     written.rename(target)
     _sync_folder(target.parent)
@@ -369,6 +383,7 @@ def try_folder(
     Ranks that `commits` make a folder and rename it, one on each file system; those that `writes`
     write to it.
     """
+    # Drawn once: all ranks try one folder, and no other job the same
     (name,) = broadcast_text([f".trial-{secrets.token_hex(4)}"], 0, device)
     trial = folder / name
     saving, file = trial / "saving", f"{dist.get_rank()}"
@@ -384,8 +399,10 @@ def try_folder(
         try:
             step()
         except OSError as error:
+            # Another rank has made the folder, and this host does not show it
             if isinstance(error, FileNotFoundError) and not commits:
                 advice = _SHARE
+            # Two hosts that commit have met in one folder
             if isinstance(error, FileExistsError):
                 advice = "leave save_on_each_node out where nodes share the folder"
             raise HydraConfigError(
@@ -486,6 +503,7 @@ def verify(folder: Path, *, reader: int = 0, num_readers: int = 1) -> None:
                 f"{path} has {size} bytes, {wanted['bytes']} were written: it was truncated or altered"
                 f"{_others(folder)}"
             )
+        # Sizes cost nothing; hashing reads the whole file, so each is hashed by one rank
         if index % num_readers == reader and (digest := _hash_file(path)) != wanted["sha256"]:
             raise CheckpointError(
                 f"{path} was altered: its SHA-256 is {digest[:16]}..., written was {wanted['sha256'][:16]}..."
@@ -495,6 +513,7 @@ def verify(folder: Path, *, reader: int = 0, num_readers: int = 1) -> None:
 
 def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
     try:
+        # Before it is read: an altered one must not fill the memory
         if path.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES} bytes")
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -502,6 +521,7 @@ def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
             raise ValueError(f"schema {document['schema']!r}, expected {MANIFEST_SCHEMA!r}")
         files: dict[str, dict[str, Any]] = document["files"]
         for name, wanted in files.items():
+            # A manifest may have been altered, too: no file outside of the folder is looked at
             is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
             if not (
                 is_inside and isinstance(wanted["bytes"], int) and isinstance(wanted["sha256"], str)
@@ -533,6 +553,7 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
     """
     try:
         with only_weights():
+            # torch maps files of its zip format only, and raises for older ones
             can_map = mmap and zipfile.is_zipfile(path)
             return torch.load(path, map_location="cpu", mmap=can_map or None, weights_only=True)
     except FileNotFoundError as error:
@@ -554,6 +575,7 @@ def check_client_state(state: Mapping[str, Any]) -> None:
                 f"client_state has the key {key!r}, under which a checkpoint keeps something of its own; give yours "
                 f"another name, such as 'my_{key}'"
             )
+        # What counts are classes: the content of tensors would be copied for nothing
         shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), value)
         buffer = io.BytesIO()
         try:
@@ -727,6 +749,7 @@ def find_tag(load_dir: Path, name: str) -> str | None:
     path = load_dir / name
     try:
         with path.open("rb") as file:
+            # Bounded: whatever lies there, a tag is short
             tag = file.read(4096).decode("utf-8", "replace").strip()
     except FileNotFoundError:
         if others := _others(path):
@@ -738,6 +761,7 @@ def find_tag(load_dir: Path, name: str) -> str | None:
         _check_tag(tag)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}{_others(path)}") from error
+    # The mark tells a `latest` that was cut or edited to the name of another checkpoint
     marks = [mark.parent.name for mark in load_dir.glob(f"[!.]*/{LATEST_MARK}")]
     is_own = name == "latest" and (load_dir / tag / MANIFEST_NAME).exists()
     if marks and is_own and tag not in marks:

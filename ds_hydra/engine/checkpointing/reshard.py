@@ -52,6 +52,7 @@ class ShardLayout:
             for name, shape in shapes.items():
                 numel = math.prod(shape)
                 place[name] = (index, offset, numel)
+                # Every parameter is padded by itself, not the flat tensor as a whole
                 offset += shard_numel(numel, world_size)
             group_numel.append(offset)
         return cls(world_size, place, tuple(group_numel))
@@ -84,6 +85,7 @@ def overlap(numel: int, old: tuple[int, int], new: tuple[int, int]) -> tuple[int
     """
     old_numel, new_numel = shard_numel(numel, old[1]), shard_numel(numel, new[1])
     begin = max(old[0] * old_numel, new[0] * new_numel)
+    # Never into the padding, which belongs to no element
     return begin, min((old[0] + 1) * old_numel, (new[0] + 1) * new_numel, numel)
 
 
@@ -97,6 +99,7 @@ def shard_moves(
         if begin < end:
             yield ShardMove(
                 source=source,
+                # `begin` counts in the parameter, offsets from where a rank's range of it begins
                 source_offset=source_begin + begin - old_rank * shard_numel(numel, old.world_size),
                 target=target,
                 target_offset=target_begin + begin - new_rank * shard_numel(numel, new.world_size),
@@ -107,6 +110,7 @@ def shard_moves(
 def _optimizer_file(folder: Path, rank: int) -> Path:
     """The file with the optimizer shards of `rank`, whatever the precision it was trained in."""
     names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_")]
+    # Where neither is there, the name that an error shall mention
     return next((folder / name for name in names if (folder / name).exists()), folder / names[0])
 
 
@@ -132,6 +136,7 @@ def read_model_states(folder: Path, rank: int, world_size: int) -> dict[str, Any
         own = model_file(folder, rank)
         return common if path == own else read_tensors(own)
     shapes = common.get("frozen_param_shapes") or {}
+    # Frozen parameters are in tensors of their own: groups of one
     groups = [{name: shape} for name, shape in shapes.items()]
     old, new = ShardLayout.build(groups, old_world), ShardLayout.build(groups, world_size)
     fragments = {
@@ -162,6 +167,7 @@ def read_optimizer_states(
     neither elementwise nor one value for all.
     """
     _check_same_model(folder, old_groups, new_groups)
+    # Equal ranks alone are not enough: another sub_group_size groups parameters anew
     if old_world == world_size and [list(g) for g in old_groups] == [list(g) for g in new_groups]:
         states: dict[str, Any] = read_tensors(_optimizer_file(folder, rank))
         return states
@@ -172,7 +178,9 @@ def read_optimizer_states(
     base = dict(zero[_OPTIMIZER])
     first_old: dict[int, int] = {}
     for name, (target, _, _) in new.place.items():
+        # Scalars, such as step counts, go over from the first of its old sub-groups
         first_old.setdefault(target, old.place[name][0])
+    # Zeros: the padding at each shard's end stays as DeepSpeed has it
     zero[_FP32] = [torch.zeros(n, dtype=zero[_FP32][0].dtype) for n in new.group_numel]
     base[_STATE] = {
         group: {
@@ -185,6 +193,7 @@ def read_optimizer_states(
     base["param_groups"] = _renumbered(base["param_groups"], old_groups, new_groups)
     for old_rank in range(old_world):
         saved = read_tensors(_optimizer_file(folder, old_rank), mmap=True)[_OPTIMIZER]
+        # Before any copy: offsets of another layout would read other parameters' elements
         _check_lengths(_optimizer_file(folder, old_rank), saved[_FP32], old.group_numel)
         for move in shard_moves(old, old_rank, new, rank):
             _copy(move, saved[_FP32][move.source], zero[_FP32][move.target])
@@ -225,6 +234,7 @@ def _renumbered(
     param_groups: Sequence[Mapping[str, Any]], old_groups: SubGroups, new_groups: SubGroups
 ) -> list[dict[str, Any]]:
     """The optimizer's parameter groups with the numbers of the new sub-groups."""
+    # A sub-group never crosses parameter groups, so its first name tells the group
     group_of = {
         name: number
         for number, group in enumerate(param_groups)
@@ -240,6 +250,7 @@ def _renumbered(
 def _check_same_model(folder: Path, old_groups: SubGroups, new_groups: SubGroups) -> None:
     old = {name: tuple(shape) for group in old_groups for name, shape in group.items()}
     new = {name: tuple(shape) for group in new_groups for name, shape in group.items()}
+    # Sorted: every rank names the same parameter
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise CheckpointError(
@@ -289,6 +300,7 @@ def check_same_optimizer(folder: Path, saved: Mapping[str, Any], own: Mapping[st
 def check_same_scheduler(folder: Path, saved: Any, scheduler: Any) -> None:
     """Raise CheckpointError where `scheduler` would not find its position in what was `saved`."""
     own = scheduler.state_dict()
+    # Without its key a scheduler would stand at its begin, and say nothing
     if saved is None or _POSITIONS & own.keys() - saved.keys():
         found = "no state of a scheduler" if saved is None else "the state of another scheduler"
         raise CheckpointError(

@@ -125,7 +125,9 @@ def choose(
         problem, difference = kernel.refusal(demand, generation, is_ordered=is_ordered), None
         if not problem and device is not None:
             problem, difference = _try(kernel, device, demand)
+            # Apart from packages that are missing: what fails on the device is worth a warning
             failed += [name] if problem else []
+            # Asked for by name, a kernel that is wrong is no reason to take another in silence
             if problem and difference is not None and request != AUTO:
                 raise WrongKernelError(
                     f"the attention kernel {name} ({kernel.package}) is off by {difference:.1e} for {demand}, at most "
@@ -213,6 +215,7 @@ def kernel_error(kernel: Kernel, device: torch.device, demand: Demand) -> float:
     errors = [_errors(kernel, device, demand, *case) for case in cases]
     if kernel.runs_long_apart:
         whole = (*_PROBE_BESIDE_LONG, attention_contract.LONG_TOKENS + 5)
+        # Few queries for a long segment, with as many keys as make it one
         queries = attention_contract.LONG_TOKENS // 4 + 5
         keys = attention_contract.LONG_TOKENS**2 // (2 * queries) + queries
         first, last = _PROBE_BESIDE_LONG
@@ -245,6 +248,7 @@ def _errors(
     ]
     if has_sinks:
         exact.append(torch.randn(8, generator=generator, device=device).requires_grad_())
+    # The reference is of exact numbers, so the error has that of rounding inputs in it
     rounded = [t.detach().to(demand.dtype).requires_grad_() for t in exact]
     ends = [
         torch.tensor([0, *of], device=device).cumsum(0, dtype=torch.int32)
@@ -326,6 +330,7 @@ def select_kernels(
     kernel caps them.
     """
     _in_use.clear()
+    # After the clearing: a choice of another device must not stay
     if not has_kernels(device):
         if request not in (AUTO, PER_SEQUENCE):
             raise HydraConfigError(
@@ -337,6 +342,7 @@ def select_kernels(
     choices = []
     for demand in demands_of(config, dtype):
         choice = _choose_for_model(demand, device, request, asked_by_model, is_ordered)
+        # One call for each sequence would hold all of its scores there
         if choice.kernel is None and (problem := find_softcap_problem(config, dtype)):
             raise UnsupportedModelError(problem)
         _in_use[tuple(demand)] = choice.kernel and KernelUse.of(choice.kernel, demand)
@@ -360,6 +366,7 @@ def _choose_for_model(
     try:
         return choose(demand, device, request=asked, is_ordered=is_ordered)
     except HydraConfigError as error:
+        # A model's wish may be passed over where a package is missing, not where it is wrong
         if isinstance(error, WrongKernelError):
             raise
         choice = choose(demand, device, is_ordered=is_ordered)

@@ -118,11 +118,13 @@ class _Plans:
 
     def has(self, sizes: _Sizes, heads: _Heads) -> bool:
         """Whether this thread has plans of such a block."""
+        # Also where there are none: the next iteration's preparation plans for these heads
         self._heads[heads] = None
         return (sizes, heads) in self._known.get(threading.get_ident(), ())
 
     def build(self, blocks: Iterable[_Sizes]) -> None:
         """Plans of `blocks` for all heads that were met, in the two threads that will want them."""
+        # Each once: a shape that has no plan would be tried before every iteration
         shapes = [s for s in itertools.product(blocks, self._heads) if s not in self._tried]
         begin = time.monotonic()
         for shape in shapes:
@@ -161,6 +163,7 @@ class _InBackward(torch.autograd.Function):
 def _blocks(segment: LongSegment) -> list[_Block]:
     num_keys = segment.last - segment.first
     before = num_keys - (segment.end - segment.begin)
+    # Rounded down: keys of this block cannot be padded, so they end on the grid
     whole = before - before % _step(before, _KEY_STEPS)
     square = _Block(slice(whole, num_keys), True, before - whole)
     return [_Block(slice(0, whole), False, 0), square] if whole else [square]
@@ -206,6 +209,7 @@ def build(rest: Kernel) -> Kernel:
             query=query, key=key, value=value, compute_log_sumexp=True, is_causal=block.is_causal,
             scale=scale,
         )  # fmt: skip
+        # Backward wants it in the form that forward has given
         lse_dims[0] = lse.dim()
         return out[0].transpose(0, 1)[begin:end], lse.reshape(out.shape[1:3]).t()[begin:end]
 
@@ -216,6 +220,7 @@ def build(rest: Kernel) -> Kernel:
         begin, end = block.num_before, block.num_before + len(lse_TH)
         grad, query, out, key, value = _padded(heads, of_keys, block)
         behind = query.shape[2] - end
+        # 0 for rows of zeros, whose scores are 0: finite, times a gradient of zero
         lse = nn.functional.pad(lse_TH.t(), (begin, behind)).contiguous().unsqueeze(0)
         state = torch.empty((), dtype=torch.int64, device=query.device)  # of dropout, which is 0
         grads = run_backward(
@@ -246,22 +251,26 @@ def build(rest: Kernel) -> Kernel:
         if len(each) == 1:
             return each[0]
         of_blocks = list(zip(*each, strict=True))
+        # Queries see both blocks, so theirs add up; keys are in one block each
         return [of_blocks[0][0] + of_blocks[0][1], *(torch.cat(t) for t in of_blocks[1:])]
 
     def build_plans(sizes: _Sizes, heads: _Heads, note: Callable[[], None]) -> None:
         of_queries = (sizes.num_queries, heads.heads, heads.width)
         of_keys = [(sizes.num_keys, heads.key_heads, w) for w in (heads.width, heads.value_width)]
         options = {"device": heads.device, "dtype": heads.dtype}
+        # Values do not matter: plans are found by sizes and strides
         query, key, value = (torch.zeros(size, **options) for size in (of_queries, *of_keys))
         block = _Block(slice(0, sizes.num_keys), sizes.is_causal, 0)
 
         def run_both() -> None:
+            # Forward, too: layers run again in the thread of autograd
             out, lse_TH = attend_block([query, key, value], block, 1.0)
             differentiate_block([out, query, out, lse_TH], [key, value], block, 1.0)
             note()
 
         attend_block([query, key, value], block, 1.0)
         note()
+        # An evaluation prepares as well, and without gradients there is no backward thread
         with torch.inference_mode(False), torch.enable_grad():
             begin = torch.zeros((), device=heads.device, requires_grad=True)
             _InBackward.apply(begin, run_both).backward()
@@ -271,11 +280,13 @@ def build(rest: Kernel) -> Kernel:
     def prepare(segments: Iterable[LongSegment], flops_of_pair: float) -> None:
         flops: Counter[_Sizes] = Counter()
         for sizes in itertools.chain.from_iterable(map(_sizes_of, segments)):
+            # Segments of one size share a plan, so their work counts together
             flops[sizes] += flops_of_pair * sizes.num_pairs
         plans.build([sizes for sizes, own in flops.items() if own >= _WORTH_FLOPS])
 
     def planned(ends: Ends, scoring: Scoring, inputs: Sequence[Tensor]) -> Ends:
         """`ends` whose long segments are those that cuDNN runs here."""
+        # Blocks know no window, and cuDNN's backward promises no order of sums
         if not ends.long or scoring.window or torch.are_deterministic_algorithms_enabled():
             return ends._replace(long=())
         query, key, value = inputs
@@ -285,6 +296,7 @@ def build(rest: Kernel) -> Kernel:
         others = [s for s, known in zip(ends.long, is_planned, strict=True) if not known]
         return ends._replace(
             long=tuple(itertools.compress(ends.long, is_planned)),
+            # Segments without plans go to the rest, whose kernel has to know the longest
             longest_of_rest=max([ends.longest_of_rest, *(s.end - s.begin for s in others)]),
             longest_keys_of_rest=max(
                 [ends.longest_keys_of_rest, *(s.last - s.first for s in others)]

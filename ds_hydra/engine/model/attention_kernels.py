@@ -167,6 +167,7 @@ def _varlen() -> Kernel:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, ends: Ends, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
+        # With a window, whose right end is 0, later keys are hidden already
         is_causal = scoring.window is None
         out, lse, *_ = forward(
             query, key, value, *ends[:4], 0.0, is_causal, False, **options(scoring)
@@ -223,6 +224,7 @@ def _of_hub(name: str) -> Kernel:
     if "/" not in name:
         raise MissingKernelError("it is not for packed micro-batches")
     repository, _, revision = name.partition("@")
+    # Names end with the generation, whoever has built it
     last = repository.rstrip("/")[-1:]
     flash = next((f for f in _FLASH.values() if f.repository[-1] == last), None)
     if flash is None:
@@ -290,6 +292,7 @@ def load_kernel(name: str, *, anew: bool = False) -> Kernel:
         try:
             _loaded[name] = _load(name)
         except MissingKernelError as error:
+            # Remembered as well: each demand asks for all kernels
             _loaded[name] = str(error)
     found = _loaded[name]
     if isinstance(found, str):

@@ -93,23 +93,29 @@ class PackedMicroBatch:
         `keys` come from.
         """
         positions = torch.cat(
+            # A row may have no segments at all, and `cat` wants one tensor
             [torch.arange(0), *(torch.arange(segment.begin, segment.end) for segment in segments)]
         )
         if layout is not None:
+            # Rows of CP exchange tensors of one size: the shorter ones are padded
             least = keys.row_tokens if keys else 0
             padding = layout.padded(max(len(positions), least)) - len(positions)
             if padding:
+                # A sequence of its own, so that padding sees nothing of the others and they not it
                 segments = [*segments, Segment(len(lengths), padding, 0, padding)]
             positions = layout.cut(positions, least=least)
 
         def boundaries(lengths: list[int]) -> Tensor:
+            # int32, as kernels of attention want it
             ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             return to_device(ends, device)
 
         num_tokens = [segment.end - segment.begin for segment in segments]
+        # A piece sees its sequence from the begin, so its end counts the keys
         num_keys = [segment.end for segment in segments]
         return cls(
             segments=tuple(segments),
+            # Padding has the number after the last sequence: it finds length 0
             sequence_lengths=(*lengths, 0),
             cu_seqlens=boundaries(num_tokens),
             cu_keys=boundaries(num_keys),
@@ -128,6 +134,7 @@ class PackedMicroBatch:
                 for values in noise
             )
             for length, seeds_T, lengths_T in zip(self.lengths, seeds, of_tokens, strict=True):
+                # Positions restart in each sequence, and noise goes by the token: both as packed
                 alone = PackedMicroBatch.build([length], self.position_ids.device)
                 alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
                 self._alone.append(alone)
@@ -183,6 +190,7 @@ def is_computed_again() -> bool:
 @contextmanager
 def running(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[None]:
     """Make `micro_batch` the current one inside; `again` where backward computes it again."""
+    # Not by thread: an accelerator's autograd runs layers again in a thread of its own
     _running.append((micro_batch, again, None if micro_batch.is_cut else micro_batch.boundaries))
     try:
         yield
@@ -199,6 +207,7 @@ def _compiled(layer: Callable[..., Any]) -> Callable[..., Any]:
     """`layer` compiled where it is the forward of such a layer: transformers checkpoints inside of
     the forward that was compiled, where a compiler stops.
     """
+    # transformers hands over a partial of the class's forward, whose first argument is the layer
     if not isinstance(layer, functools.partial) or not layer.args:
         return layer
     own = layer.args[0]
@@ -220,6 +229,7 @@ def checkpointed(
     attention where it `keeps` what that returns; where it `offloads` that and its input are in the
     host's memory meanwhile.
     """
+    # Bound now: in backward another micro-batch may be the current one
     run = functools.partial(_run_again, current_micro_batch(), _compiled(layer))
     offloaded = OffloadedLayer() if offloads and torch.is_grad_enabled() else None
     with nullcontext() if offloaded is None else offloaded.keeping_input():
@@ -233,6 +243,7 @@ def checkpointed(
 
 
 def _run_again(micro_batch: PackedMicroBatch, layer: Callable[..., Any], *args: Any) -> Any:
+    # The first run, inside of the forward that is current
     if current_micro_batch() is micro_batch:
         return layer(*args)
     with running(micro_batch, again=True):

@@ -195,6 +195,7 @@ class ExpertBalance:
     def _hook_router(self, router: nn.Module, index: int) -> None:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             logits = output[index] if isinstance(output, tuple) else output
+            # Handed to the experts' hook: routers run right before the experts of their layer
             self._logits_TE = logits.flatten(0, -2)
 
         router.register_forward_hook(torch.compiler.disable(after))
@@ -202,9 +203,11 @@ class ExpertBalance:
     def _hook_experts(self, experts: nn.Module, row: int) -> None:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             logits_TE, self._logits_TE = self._logits_TE, None
+            # Cleared in any case: logits of a forward outside of passes must not stay
             if (micro_batch := current_micro_batch()) is None:
                 return None
             hidden_TH, experts_TK, weights_TK = args
+            # All layers of a micro-batch have the same tokens
             if self._seen is None or self._seen[0] is not micro_batch:
                 self._seen = micro_batch, *self._sequences(micro_batch, len(experts_TK))
             _, sequences_T, lengths_N = self._seen
@@ -237,6 +240,7 @@ class ExpertBalance:
         shard = micro_batch.layout
         rank = 0 if shard is None else shard.rank
         if self._tp.shards is not None:
+            # TP cuts the shard that SP has left of the micro-batch
             rank = rank * self._tp.shards.size + self._tp.rank
         begin = rank * num_tokens
         places_T = torch.arange(begin, begin + num_tokens, dtype=ends.dtype, device=ends.device)
@@ -269,9 +273,12 @@ class ExpertBalance:
             )
             counts_NE = counts_NE.view(-1, num_experts)
             self._sum_over_shards(counts_NE, micro_batch)
+            # Over K as in Eq. 18; transformers' own loss is not divided by it
             factor = num_experts if self.loss.is_own else num_experts / num_chosen
+            # Sums over tokens weigh sequences by their lengths: over all tokens, a mean of tokens
             factor *= self.loss.coefficient / self._num_routers / self._num_tokens
             is_real_N = lengths_N > 0
+            # Padding is a sequence of length 0, and has no part in the loss
             factors_N = torch.where(is_real_N, factor / lengths_N.clamp(min=1), 0.0)
             weights_TE = (counts_NE * factors_N.unsqueeze(1))[sequences_T]
         return (scores_TE * weights_TE).sum()
@@ -353,6 +360,7 @@ class ExpertParallel:
         num_tokens = len(hidden_TH)
         first, end = self._own_tokens(num_tokens)
         if self._has_same_tokens:
+            # Each rank takes a part of the same tokens: their gradients are added up over the group
             hidden_TH, weights_TK = map(self._tp.copy_to_group, (hidden_TH, weights_TK))
             hidden_TH, experts_TK, weights_TK = (
                 x[first:end] for x in (hidden_TH, experts_TK, weights_TK)
@@ -381,6 +389,7 @@ class ExpertParallel:
         )
         experts_R = experts_R.unsqueeze(1)
         if not len(rows_RH):
+            # Else the parameters would have no gradients, in place of zeros
             rows_RH, weights_R, experts_R = (
                 torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in (rows_RH, weights_R, experts_R)
             )
@@ -409,6 +418,7 @@ class ExpertParallel:
         own_TH = rows_SH[inverse_S].unflatten(0, (end - first, travel.num_chosen)).sum(dim=1)
         if not self._has_same_tokens:
             return own_TH
+        # Zeros where other ranks have taken the tokens: the sum puts all in their places
         return self._tp.sum_over_group(F.pad(own_TH, (0, 0, first, num_tokens - end)))
 
 

@@ -67,6 +67,7 @@ class _Hooks:
         """Put the stage's hooks in the place of DeepSpeed's, of all of `hooks`."""
         for each in hooks:
             own = each._own = each._attributes[each._kind]
+            # Equal to what was looked at before: no hook has to be asked again whose it is
             if own == each._of_deepspeed:
                 each._attributes[each._kind] = each._in_passes
             else:
@@ -76,6 +77,7 @@ class _Hooks:
     def leave_all(hooks: Sequence[_Hooks]) -> None:
         """Put all of `hooks` back in their order."""
         for each in hooks:
+            # A pass may have added hooks, or removed some: then they have to be told apart
             if each._before is None and each._in_passes == each._of_stage:
                 each._attributes[each._kind] = each._own
             else:
@@ -84,6 +86,7 @@ class _Hooks:
     def __init__(self, module: nn.Module, kind: str):
         self._attributes, self._kind = vars(module), kind
         self._of_stage: dict[int, Any] = {}
+        # Handles of hooks hold their dictionary weakly, which a plain one does not allow
         self._in_passes: dict[int, Any] = OrderedDict()
         """Dictionary that the module has in passes where no user has hooks."""
         self._of_deepspeed: dict[int, Any] = {}
@@ -106,18 +109,21 @@ class _Hooks:
     def take_new(self) -> None:
         """Take the hooks that were set since `enter` for the stage's."""
         now = self._attributes[self._kind]
+        # Keys tell them apart: torch numbers the hooks of all modules in one sequence
         self._of_stage = {k: h for k, h in now.items() if k not in (self._before or {})}
         _fill(self._in_passes, self._of_stage)
 
     def _leave_changed(self) -> None:
         """A pass may have removed hooks and added others."""
         if self._before is not None:
+            # DeepSpeed's were out, so they are missing without having been removed
             now = {k: h for k, h in self._own.items() if k not in self._of_stage}
             kept = {k: h for k, h in self._before.items() if k in now or is_of_deepspeed(h)}
             _fill(self._own, kept, now)
             self._before = None
             return
         self._attributes[self._kind] = self._own
+        # What a user has set inside of a pass stays after it
         self._own.update((k, h) for k, h in self._in_passes.items() if k not in self._of_stage)
         _fill(self._in_passes, self._of_stage)
 
@@ -137,6 +143,7 @@ class InPlace:
     def __init__(self, model: nn.Module, meta_of: Mapping[int, nn.Parameter]):
         self._names = {m: name or type(model).__name__ for name, m in model.named_modules()}
         self.slices = [
+            # Names without a parameter stay: a linear layer without bias reads `bias`, too
             (vars(m), {k: None if p is None else meta_of[id(p)] for k, p in m._parameters.items()})
             for m in self._names
             if m._parameters
@@ -154,6 +161,7 @@ class InPlace:
         self.is_entered = False
 
     def __enter__(self) -> Self:
+        # Shallow copies: an attribute counts as changed where it is another object
         self._before = [(n, h, dict(h)) for n, h in self._holders()]
         self._before_classes = {module: type(module) for module in self._names}
         self.enter()
@@ -168,8 +176,10 @@ class InPlace:
         for name, holder, before in self._before:
             for key in {**before, **holder}:
                 old, new = before.get(key, _NOTHING), holder.get(key, _NOTHING)
+                # Of `_SET_IN_PASSES` those as well that nothing has changed yet: a later pass will
                 if key not in _OF_TORCH and (old is not new or key in _SET_IN_PASSES):
                     self._changes.append(_Change(name, holder, key, new, old))
+        # `enter` came before the changes were known; `leave` below puts these back
         self._own = [change.at_start for change in self._changes]
         for hooks in self._hooks:
             hooks.take_new()
@@ -181,8 +191,10 @@ class InPlace:
         configs: dict[int, Any] = {}
         for module, name in self._names.items():
             yield name, vars(module)
+            # A stage may show placeholders here, and what `modules_to_save` has trained
             yield name, module._modules
             if isinstance(config := vars(module).get("config"), PretrainedConfig):
+                # Many modules share one configuration: changed, and put back, once
                 configs[id(config)] = config
         for config in configs.values():
             yield "config", vars(config)
@@ -195,10 +207,12 @@ class InPlace:
         self._own_params = [held["_parameters"] for held, _ in self.slices]
         for held, params in self.slices:
             held["_parameters"] = params
+        # Read anew each time: the user may have set them since the last pass
         self._own = [holder.get(key, _NOTHING) for _, holder, key, _, _ in self._changes]
         for _, holder, key, value, _ in self._changes:
             _set(holder, key, value)
         for _, module, in_passes, _ in self._classes:
+            # A class is no entry of a module's dictionary, in which changes are looked for
             module.__class__ = in_passes
         _Hooks.enter_all(self._hooks)
 
@@ -206,6 +220,7 @@ class InPlace:
         """Put the modules back into their own state; nothing where they are in it."""
         if not self.is_entered:
             return
+        # In the opposite order of `enter`
         _Hooks.leave_all(self._hooks)
         for _, module, _, own in self._classes:
             module.__class__ = own
@@ -229,6 +244,7 @@ class InPlace:
             for change in self._changes
             if change.key not in _FREE
             and (now := change.holder.get(change.key, _NOTHING)) is not change.at_start
+            # Bound methods are new objects each time, and equal
             and now != change.at_start
         ]
         for place, kind in later:

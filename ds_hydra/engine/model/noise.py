@@ -36,6 +36,7 @@ _WEYL, _FIRST, _SECOND = (
 def token_seeds(seed: int, iteration: int, sequence: int, begin: int, end: int) -> Tensor:
     """[end - begin] int64: seeds of the noise of tokens `begin` to `end` of a sequence."""
     text = f"{seed} {iteration} {sequence}".encode()
+    # As SplitMix64 counts: steps of an odd constant, each mixed
     return _mixed(torch.arange(begin, end) * _WEYL + _number(text))
 
 
@@ -43,8 +44,10 @@ def keep_mask(seeds_T: Tensor, layer: int, rate: float, first: int, num_features
     """[T, C] bool: which of the features from `first` on dropout of `rate` keeps in the layer of
     number `layer` (`layer_number`).
     """
+    # Hashes are of groups of features: a slice that begins inside of one cuts it
     begin, end = first // _LANES, -(-(first + num_features) // _LANES)
     lanes = _lanes(seeds_T, layer, begin, end).narrow(-1, first - begin * _LANES, num_features)
+    # Of 65,536 signed values the lowest are dropped, a share of `rate`
     least = round(rate * _RATES) - _RATES // 2
     if least > torch.iinfo(torch.int16).max:  # a rate of 1
         return torch.zeros_like(lanes, dtype=torch.bool)
@@ -54,6 +57,7 @@ def keep_mask(seeds_T: Tensor, layer: int, rate: float, first: int, num_features
 def uniform_noise(seeds_T: Tensor, layer: int, num_features: int) -> Tensor:
     """[T, C] fp32 between -1 and 1, evenly spread over 65,536 values."""
     lanes = _lanes(seeds_T, layer, 0, -(-num_features // _LANES))
+    # Half a step up: the values lie evenly around 0
     return lanes[..., :num_features].float().add_(0.5).div_(_RATES // 2)
 
 
@@ -80,14 +84,17 @@ class TokenDropout(nn.Dropout):
         if micro_batch is None or micro_batch.token_seeds_T is None or not self.p:
             return input
         seeds_T = micro_batch.token_seeds_T
+        # Of experts, for example, which see the tokens that chose them
         if input.shape[:-1].numel() != seeds_T.numel():
             raise UnsupportedModelError(
                 f"dropout before {self.spec.fqn} sees {input.shape[:-1].numel()} of {seeds_T.numel()} tokens of a "
                 "micro-batch, so it cannot know which; set lora_dropout to 0, or leave the layer out of target_modules"
             )
         is_cut = self.spec.slicing is Slicing.ROWWISE
+        # A rowwise weight reads a part of the features: its mask begins at the part's place
         first = self.spec.slice_region(self.tp.size, self.tp.rank).col if is_cut else 0
         keep = keep_mask(seeds_T, self.layer, self.p, first, input.shape[-1])
+        # The rate that the mask has, not the one that was asked for: no bias by rounding
         kept = 1 - round(self.p * _RATES) / _RATES
         dropped: Tensor = _Drop.apply(input, keep.view(input.shape), 1 / kept if kept else 0.0)
         return dropped
@@ -102,6 +109,7 @@ def count_noise(base: nn.Module, tp: Any, spec_of: dict[tuple[nn.Module, str], P
     for name, module in base.named_modules():
         for adapter, dropout in getattr(module, "lora_dropout", {}).items():
             if isinstance(dropout, nn.Dropout):
+                # The same object: between passes it has the user's class again, and always its rate
                 dropout.__class__ = TokenDropout
                 dropout.layer = layer_number(f"{name}.{adapter}")
                 dropout.spec = spec_of[module.lora_A[adapter], "weight"]
@@ -144,8 +152,10 @@ def _lanes(seeds_T: Tensor, layer: int, begin: int, end: int) -> Tensor:
     of features.
     """
     columns = _mixed(torch.arange(begin, end, device=seeds_T.device) * _WEYL + layer)
+    # Xor alone leaves patterns at corners of rectangles: the two products mix them
     bits = seeds_T.unsqueeze(-1) ^ columns
     bits.mul_(_FIRST)
+    # This shift copies the sign and so loses one bit of 64, which lanes of 16 do not show
     bits ^= bits >> 32
     bits.mul_(_SECOND)
     return bits.view(torch.int16)

@@ -88,6 +88,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     model_checks.check_supported(model)
     kind, key = type(model), (model.config.to_json_string(), *_code_of(model))
     if key not in _verdicts:
+        # Nothing of the trial may change the user's random numbers, nor depend on their defaults
         with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
                 _verdicts[key] = abilities = _try(kind, model.config)
@@ -97,6 +98,7 @@ def try_small_copy(model: nn.Module) -> ModelAbilities:
     verdict = _verdicts[key]
     if isinstance(verdict, str):
         raise UnsupportedModelError(verdict)
+    # Not cached with the verdict: an instance may have what its class has not
     if not verdict.one_by_one_because and (problem := _find_untried(model)):
         of_states = {"boundaries_because": "", "apart_because": "", "apart": frozenset()}
         verdict = replace(verdict, one_by_one_because=problem, **of_states)
@@ -243,6 +245,7 @@ def _first_that_runs_on(device: torch.device, kind: type[nn.Module], config: Any
     first: Exception | None = None
     for small in small_configs(config, _POSITIONS):
         try:
+            # Counted before memory is taken: some families have widths that no key makes smaller
             with torch.device("meta"):
                 number = sum(p.numel() for p in kind(small).parameters())
             if number > _MOST_PARAMETERS:
@@ -277,12 +280,14 @@ class _SmallCopy:
         with decoder_parts.noting_calls(layers) as calls:
             alone = [_run_alone(self._runs, sequence) for sequence in self._sequences]
         self.calls = {layer: calls.get(layer, 0) / len(alone) for layer in layers}
+        # One backward for both: gradients of a shared micro-batch add up, too
         self._alone = self._gradients(alone)
 
     def compare(self, abilities: ModelAbilities, scheme: Scheme) -> str:
         """Describe the first difference in a shared micro-batch that runs under `scheme`, or ""."""
         try:
             stage_model = StageModel(self._model, abilities, aux_loss=False)
+            # Known without a run, in words of its own
             if scheme.pp > 1 and stage_model.no_pp_because:
                 return stage_model.no_pp_because
             together = self._gradients(self._run_together(stage_model, scheme))
@@ -323,6 +328,7 @@ class _SmallCopy:
     def runs_beyond_positions(self) -> bool:
         """Whether a sequence may be longer than the positions of the configuration."""
         positions = getattr(self._runs.config, "max_position_embeddings", None)
+        # Only a limit that was made small can be gone beyond here
         if positions != _POSITIONS:
             return True
         try:
@@ -338,6 +344,7 @@ class _SmallCopy:
         input_ids: Tensor | None = torch.cat([s.input_ids for s in self._sequences], dim=1)
         hidden: Tensor | None = None
         for stage in range(scheme.pp):
+            # Whole parameters stand for slices: stages and packing are tried, not TP
             stage_model.bind(scheme, stage, dict(enumerate(stage_model.params)))
             try:
                 hidden = stage_model.forward_stage(micro_batch, input_ids, hidden)
@@ -388,6 +395,7 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
     with torch.no_grad():
         for param in model.parameters():
             noise = torch.randn(param.shape, generator=generator)
+            # By the width, so that activations neither grow nor vanish
             if param.dim() > 1:
                 param.copy_(noise * param.shape[-1] ** -0.5)
             else:
@@ -401,6 +409,7 @@ def _run_alone(model: nn.Module, sequence: _Sequence) -> Tensor:
 
 
 def _compare(names: Sequence[str], got: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+    # Gradients that are zero but for rounding would be off by any factor
     floor = _SMALLEST_SHARE * max(float(tensor.norm()) for tensor in wanted)
     errors = [
         float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
@@ -425,6 +434,7 @@ def small_configs(config: Any, positions: int) -> Iterator[Any]:
     does not run at are followed by larger ones.
     """
     heads = _get(config, "num_attention_heads") or 1
+    # With few positions first: a micro-batch longer than all of them shows learned ones
     for num_heads in sorted({min(2, heads), min(4, heads), heads}):
         yield _shrink(config, num_heads, positions)
         yield _shrink(config, num_heads, None)

@@ -159,6 +159,7 @@ class StageForward:
 
     def show_layers(self, own: range) -> None:
         """Put the layers `own` in their places; the forward ends after them where others follow."""
+        # In the entries of the list, by which the model's forward finds them: the list stays
         for index, (layer, placeholder) in enumerate(
             zip(self._layers, self._placeholders, strict=True)
         ):
@@ -186,6 +187,7 @@ class StageForward:
             self._run(alone, ids, part, at_head and _hand_on)
             for alone, ids, part in zip(micro_batch.each_alone(), *parts, strict=True)
         ]
+        # Each alone has no `predicting`: its places count tokens of the whole micro-batch
         output = torch.cat(outputs, dim=1)
         if micro_batch.predicting is not None:  # on the last stage alone
             output = output.index_select(1, micro_batch.predicting)
@@ -251,6 +253,7 @@ class StageForward:
         called: set[nn.Module] = {self._head}
         try:
             with self._without_layers(), self._outer_bound_to(0.0, self.device):
+                # Up to the layers, then to the head: what runs in neither is read without a call
                 self._placeholders[0].ends = True
                 with noting_calls(self.outer) as before:
                     self._run_few(tokens, None)
@@ -295,6 +298,7 @@ class StageForward:
     def _try_head(self, numbers: Tensor) -> AfterHead:
         with self._outer_bound_to(1.0, numbers.device):
             logits = self._answer(numbers).logits
+            # A transform of each column for itself gives the same of mirrored columns
             mirrored = self._answer(numbers.flip(-1)).logits.flip(-1)
             found = self._find_loss(numbers)
         with self._outer_bound_to(0.37, numbers.device), self._with_other_buffers():
@@ -337,6 +341,7 @@ class StageForward:
             if not isinstance(loss, Tensor):
                 return AfterHead()
             shifted = nn.functional.cross_entropy(logits_TV[:-1], ids_1T[0, 1:])
+            # Unshifted as well: such a loss is no error, its users are told how to give labels
             losses.append((loss, shifted, nn.functional.cross_entropy(logits_TV, ids_1T[0])))
         values = torch.tensor(losses, dtype=torch.float64)
         found, wanted, unshifted = values.unbind(1)
@@ -363,6 +368,7 @@ class StageForward:
             return given[-1]
 
         own = vars(self._head).get("forward")
+        # In the instance, so that hooks of the head run as in training
         self._head.forward = answer
         micro_batch = PackedMicroBatch.build([5], numbers.device)
         try:
@@ -386,6 +392,7 @@ class StageForward:
             return ""
         problem = ""
         with self._without_layers():
+            # The hidden state enters at the first one, passes the others and ends at the last
             self._placeholders[-1].ends = True
             for num_outputs in _NUMBERS_OF_OUTPUTS:
                 self._answer_with(num_outputs)
@@ -405,6 +412,7 @@ class StageForward:
 
     def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Run five tokens through the placeholders of the layers, without gradient."""
+        # One by one a micro-batch that runs has a single sequence
         lengths = [5] if self._one_by_one else [3, 2]
         micro_batch = PackedMicroBatch.build(lengths, self.device)
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))

@@ -131,6 +131,7 @@ class StageModel:
         float8_exclude: Sequence[str] = (),
         offloads_optimizer: bool = False,
     ):
+        # Of a model that also reads images the language model alone trains
         model = language_model_of(model)
         model_checks.check_supported(model)
         self.model = model
@@ -141,10 +142,12 @@ class StageModel:
         self.tp = TensorParallel()
         self.ep = ExpertParallel(self.tp)
         self._attention_kernel = attention_kernel
+        # Read here: packed attention takes its place in the configuration below
         self._asked_attention = getattr(model.config, "_attn_implementation", None)
         self.attention_choices: Sequence[Choice] = ()
         """Choices of the attention kernel on the compute device, one for each width of heads."""
         named = list(model.named_parameters())
+        # Modules have these while nothing is bound: a pass that reads them by mistake fails
         meta_of = {id(p): decoder_parts.on_meta(p) for _, p in named}
         for name, module in model.named_modules():
             for problem in find_hooks(name or type(model).__name__, module):
@@ -181,6 +184,7 @@ class StageModel:
             if compile_layers:  # last: what is compiled has all hooks
                 compile_each(self.layers)
             self._unbind()
+        # Outside of the context: it looks at what the user has, not at what a stage has
         self._since_start = SinceStart(model, self._forward.inside_layers)
 
     def _take_params(
@@ -198,6 +202,7 @@ class StageModel:
         """Let attention and layers with states see where the sequences of a micro-batch begin."""
         if not self.abilities.one_by_one_because:
             attention.use_packed_attention(self.model)
+        # transformers' layers checkpoint in training mode alone
         self.model.train()
         attention.follow_each_sequence(self.model)
         run_apart(layers, self.abilities.apart)
@@ -213,6 +218,7 @@ class StageModel:
         ]
         """Whether each layer runs again in backward under any scheme."""
         for module in self.model.modules():
+            # transformers' own function would run the layer again without its micro-batch
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = checkpointed
 
@@ -230,7 +236,9 @@ class StageModel:
         head = parts.head
         check_head(head)
         use_plain_head(head, self.model)
+        # A head with a forward of its own may do more than one product
         self._has_plain_head = type(head) is nn.Linear and "forward" not in vars(head)
+        # Kept here: `bind` sets the module's own to the row in this rank's slice
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
         self.vocab_size: int = self._embedding.weight.shape[0]
         """Rows of the embedding."""
@@ -243,6 +251,7 @@ class StageModel:
         self._await_unit: dict[nn.Module, list[int]] = {}
         self._await_bucket: Callable[[int], None] = lambda _: None
         self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
+        # A set: a module may be of both outer units, and one hook waits for all its units
         for module in {module for unit in self.units for module in unit.modules}:
             module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self.layers):
@@ -255,6 +264,7 @@ class StageModel:
         holds one, and the blocks that gather a micro-batch.
         """
         bindings = [binding for unit in self.units for binding in unit.bindings]
+        # By place, not by parameter: a tied one has two places
         fqn_of = {(module, name): named[param][0] for module, name, param in bindings}
         blocks, self.uncut_because = self._find_blocks(fqn_of)
         """Blocks that gather a micro-batch under TP, or why the model has none: then every rank
@@ -278,6 +288,7 @@ class StageModel:
             hook = STYLES[style].hook if style in STYLES else None
             if hook is not None:
                 hook(module, self.tp)
+            # One by one runs under TP 1 alone
             elif style == LATENT and not self.abilities.one_by_one_because:
                 hook_latent(module, self.tp, self.config.kv_lora_rank)
         experts = list(expert_modules(self._base))
@@ -289,6 +300,7 @@ class StageModel:
 
     def _hook_blocks(self, blocks: Sequence[nn.Module], head: nn.Module) -> None:
         """Hook blocks, products and the head, in the order in which they see a micro-batch."""
+        # The head gathers a micro-batch as blocks do: its columns see all tokens
         self.tp.blocks = [*blocks, head] if self.tp.cuts_micro_batches else []
         for module in (*(m for layer in self.layers for m in layer.modules()), head):
             hook_linear(module, self.tp)
@@ -296,6 +308,7 @@ class StageModel:
 
     def _try_stages(self) -> None:
         """Find out whether layers of other stages can be left out of a forward."""
+        # As in a later stage, which has zeros for what runs before the layers
         bind_constant(0.0, self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         found = self._forward.find_placeholder_problem(hidden.to(self._meta_params[0].dtype))
@@ -326,12 +339,14 @@ class StageModel:
             getattr(layer, "num_attention_heads", 0) * max(map(sum, head_widths(layer)), default=0)
             for layer in layers
         )
+        # One configuration may stand for all layers: their mean, times the layers
         return 7.0 * self.num_layers * products / len(layers)
 
     def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
         layers = scheme.stage_layers(self.num_layers, stage)
         before, after = stage == 0, stage == scheme.pp - 1
+        # Unit 0 runs before the layers: layer i is unit i + 1, and the last unit follows them
         return self.units[1 + layers.start - before : 1 + layers.stop + after]
 
     def buckets(self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0) -> RankBuckets:
@@ -359,10 +374,12 @@ class StageModel:
         alone = [
             r for r, u in enumerate(self.units) if all(owners[b.param] == 1 for b in u.bindings)
         ]
+        # Layers take turns in slots: a single one has nobody to take turns with
         buckets = alone if len(alone) > 1 else []
         trained = [any(self.specs[b.param].requires_grad for b in u.bindings) for u in self.units]
         return Window(
             buckets=tuple(buckets),
+            # Backward ends at the lowest unit that is trained: those below run forward only
             has_backward=tuple(any(trained[: r + 1]) for r in buckets),
         )
 
@@ -374,6 +391,7 @@ class StageModel:
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
             for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                # EP neighbours are neighbours in the stage's SP x TP group, whatever their TP ranks
                 key = (scheme, stage, tp_rank, (shard * scheme.tp + tp_rank) % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
@@ -404,6 +422,7 @@ class StageModel:
         """
         self.enter()
         if stage > 0:
+            # The model's forward reads what is before the layers, of which nothing is pulled here
             device = next(iter(leaves.values())).device
             bind_constant(0.0, self.units[0].bindings, self._meta_params, device)
         for index, unit in enumerate(self.stage_units(scheme, stage)):
@@ -451,6 +470,7 @@ class StageModel:
         self._await_bucket = lambda _: None
         self._before_backward.clear()
         self._forward.show_layers(range(self.num_layers))
+        # Size 1 switches all hooks of TP off, for whatever runs between phases
         self.tp.enter(None, 1, 0)
         self.ep.leave()
 
@@ -464,6 +484,7 @@ class StageModel:
             return
         self.enter()
         try:
+            # Training was set up for what followed the head: a scale may change, not become more
             before, self.after_head = self.after_head, self._try_head()
         finally:
             self.unbind()
@@ -500,6 +521,7 @@ class StageModel:
             asked_by_model=self._asked_attention,
         )
         for module in self.model.modules():
+            # Not `module.to`, which would take the parameters along
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
@@ -511,6 +533,7 @@ class StageModel:
         layers, and "", or nothing and why the model has no such blocks.
         """
         sides = module_sides(self._base)
+        # Only blocks of layers, and the head, gather a micro-batch that is cut
         inside = {module for layer in self.layers for module in layer.modules()}
         if outside := [n for n, m in self._base.named_modules() if m in sides and m not in inside]:
             return [], f"{outside[0]} is sliced outside of the layers"
@@ -543,6 +566,7 @@ class StageModel:
             return None
         callback = self._before_backward[layer]
         if callback is None:
+            # Else backward would run through a layer whose slices are not brought again
             return (hidden.detach(), *output[1:]) if isinstance(output, tuple) else hidden.detach()
         hidden.register_hook(lambda _: callback())
         return None
@@ -563,6 +587,7 @@ class StageModel:
         first = [self._embedding, *(m for m in (*before, *read) if m is not self._embedding)]
         tables = [m for m in before if isinstance(m, nn.Embedding)]
         last = [m for m in self._forward.outer if m not in tables]
+        # Parameters that are read without a call of their module are there before the model runs
         reader = [self.model] if read else []
         self.has_plain_embedding = len(first) == 1
         """Whether nothing but the embedding has parameters that are used before the layers."""

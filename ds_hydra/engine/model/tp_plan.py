@@ -73,12 +73,14 @@ def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, 
         for part, part_style in split_style(module, style)
         for attribute in part._parameters
     }
+    # They see this rank's features: their gradient is a part
     for activation in _sliced_activations(base):
         styles |= {
             (activation, attribute): (tensor_parallel.PARTIAL, "")
             for attribute in activation._parameters
         }
     plan = tp_plan(base)
+    # Last: what a plan says of a parameter itself goes before what it says of its module
     for fqn, _ in base.named_parameters(remove_duplicate=False):
         if (style := plan.get(_pattern(fqn))) is not None:
             owner, _, attribute = fqn.rpartition(".")
@@ -163,6 +165,7 @@ def build_specs(
         spec = ParamSpec(
             fqn=fqn,
             shape=tuple(shape_of(param)),
+            # The rows of embedding and head; others get their slicing below
             slicing=Slicing.COLWISE,
             requires_grad=param.requires_grad,
             num_experts=num_experts.get(place, 0),
@@ -189,6 +192,7 @@ def _cut_by_plan(
     cut, shape = functools.partial(replace, spec), spec.shape
     num_dims = len(shape)
     if style == "packed_colwise" or (style == "colwise" and num_dims == 3):  # of experts
+        # Of packed or stacked matrices a cut by features is no longer one range of rows
         dim, num_packed = max(num_dims - 2, 0), 1 if style == "colwise" else _NUM_PACKED
         multiple = _cut_multiple(shape, shape[dim] // num_packed)
         return cut(
@@ -197,8 +201,10 @@ def _cut_by_plan(
     if style in ("colwise", tensor_parallel.GATHERED):
         is_head = style == "colwise"
         if is_head and name in _KEY_VALUE_PROJECTIONS:
+            # Whole heads: fewer heads than ranks are held by several, and none is cut
             return cut(slicing=Slicing.COLWISE, num_blocks=num_kv_heads(config))
         is_head = is_head and name in _QUERY_PROJECTIONS
+        # Features of an MLP, and those that ranks exchange whole, may be cut anywhere
         num_heads = config.num_attention_heads if is_head else 0
         return cut(slicing=Slicing.COLWISE, num_blocks=num_heads)
     if style in ("rowwise", tensor_parallel.SPLIT):
@@ -209,6 +215,7 @@ def _cut_by_plan(
         return cut(slicing=Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
         return cut(slicing=Slicing.FIRST_RANK)
+    # Whole on every rank, which has a part of the gradient: owners add up what all push
     if style in (tensor_parallel.PARTIAL, SUMMED):
         return cut(slicing=Slicing.REPLICATED_PARTIAL_GRAD)
     return cut(

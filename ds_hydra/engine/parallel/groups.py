@@ -107,6 +107,7 @@ def _communicator_options(purpose: str, timeout: datetime.timedelta, device: tor
     which they would otherwise wait block by block while other ranks wait for them. They take no
     more of the device than the purpose needs.
     """
+    # Builds of torch without NCCL have no such class.
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None or not _is_nccl(device):
         return None
@@ -169,6 +170,7 @@ def _use_first(purpose: str, group: dist.ProcessGroup, device: torch.device) -> 
         here = ranks.index(dist.get_rank())
         one = torch.zeros(1, device=device)
         messages = [
+            # A tensor each: what arrives must not overwrite what is sent.
             dist.P2POp(action, one.clone(), ranks[there], group)
             for action, there in ((dist.isend, here + step), (dist.irecv, here - step))
             if 0 <= there < len(ranks)
@@ -217,6 +219,7 @@ class GroupPool:
         keys = list(keys)
         new = [key for key in communicators(keys) if key not in self._groups]
         total = len(self._groups) + len(new)
+        # Before any group is made: all ranks raise, and none waits in a creation.
         if self._max_groups is not None:
             check_num_groups(total, self._max_groups)
             check_groups_of_rank([*self._groups, *new])
@@ -227,10 +230,12 @@ class GroupPool:
                 group = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
                 # Ranks outside a group have nothing to communicate with.
                 self._groups[purpose, ranks] = group if rank in ranks else None
+            # By purpose: a shared communicator is used first in every way in which it will be.
             for purpose, ranks in keys:
                 if rank in ranks:
                     _use_first(purpose, self.get(purpose, ranks), self._device)
         self._keys |= dict.fromkeys(keys)
+        # Made one by one, the groups of a large cluster take long enough to say so.
         if (seconds := time.perf_counter() - begin) > 1 and rank == 0:
             logger.info("%d process groups were made in %.1f s", len(new), seconds)
 
@@ -243,6 +248,7 @@ class GroupPool:
     def destroy(self) -> None:
         """Destroy all groups (releases their threads and descriptors)."""
         for group in self._groups.values():
+            # Whoever has destroyed the default group has destroyed these with it.
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()

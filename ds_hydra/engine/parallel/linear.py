@@ -162,6 +162,7 @@ class _Linear(torch.autograd.Function):
         ctx.shared = shared
         if shared is not None and trains_weight:
             shared.expect_reader()
+        # Each is kept for one product: the input for the weight's, the weight for the input's.
         ctx.save_for_backward(kept if trains_weight else None, weight_OH if needs_grad else None)
         return F.linear(hidden, weight_OH, bias_O)
 
@@ -201,6 +202,7 @@ def _backward(
     grad_TO: Tensor, weight_OH: Tensor, input_TH: Tensor, gradient: Tensor, shared: Tensor
 ) -> Tensor:
     """Gradient [T, H] of the input, and a product for the weight's; the last two are handles."""
+    # Not by `find_held`: without its taker a product would be lost in silence.
     taker: WeightGradient = _by_handle[int(gradient)]
     later: SharedBackward | None = find_held(shared)
     taker.expect_product()

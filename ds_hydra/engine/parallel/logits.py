@@ -41,6 +41,7 @@ def sum_rows(outputs_TV: Tensor, transform: LogitTransform, *, needs_expected: b
         # Less the largest of the row: no power is above 1, so none overflows.
         powers = (logits - max_T.unsqueeze(-1)).exp_()
         power_T = powers.sum(dim=-1)
+        # A stand-in where nobody asks, so that there are four sums in any case.
         expected_T = powers.mul_(logits).sum(dim=-1) if needs_expected else power_T
         found.append(torch.stack([max_T, power_T, expected_T, sum_T]))
     return RowSums(*torch.cat(found, dim=1))
@@ -150,6 +151,7 @@ class ScoredLogits:
         ids_TK = ids_TK - tp.first_row(vocabulary.num_columns)
         is_other_TK = (ids_TK < 0) | (ids_TK >= outputs_TV.shape[-1])
         self._ids_TK = ids_TK.masked_fill(is_other_TK, -1)
+        # Columns of other ranks read column 0 here, and are 0 below.
         given_TK = outputs_TV.gather(-1, self._ids_TK.clamp(min=0))
         given_TK = self._transform.logits(given_TK).masked_fill(is_other_TK, 0.0)
         own = sum_rows(outputs_TV, self._transform, needs_expected=entropy)
@@ -198,6 +200,7 @@ class ScoredLogits:
         outputs.
         """
         grads: list[Tensor | None] = [None] * 4
+        # A constant loss rightly trains nothing.
         if value.requires_grad:
             grads = list(torch.autograd.grad(value, self._leaves, allow_unused=True))
         of_normaliser_T, of_expected_T, of_sum_T, of_given_TK = grads

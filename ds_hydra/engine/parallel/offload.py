@@ -32,6 +32,7 @@ class _Kept:
 
     def __init__(self, tensor: Tensor):
         self.device, self.on_device = tensor.device, tensor
+        # A device copies beside computation from and to pinned memory alone.
         make = torch.empty if tensor.device.type == "cpu" else get_accelerator().pin_empty
         self.host = make(tensor.shape, dtype=tensor.dtype)
         self.copied = _copy_beside(self.host, tensor)
@@ -39,12 +40,14 @@ class _Kept:
     def release(self) -> None:
         """Let the device's memory go, after the copy."""
         if self.on_device is not None:
+            # Else computation would be given this memory while the copy still reads it.
             _wait_for(self.copied)
             self.on_device = None
 
     def fetch(self) -> None:
         """Begin to copy it to the device."""
         if self.on_device is None:
+            # Of the computing stream, in whose order it is also given back.
             self.on_device = torch.empty(self.host.shape, dtype=self.host.dtype, device=self.device)
             self.copied = _copy_beside(self.on_device, self.host)
 
@@ -53,6 +56,7 @@ class _Kept:
         self.fetch()
         tensor = self.on_device
         assert tensor is not None
+        # Waits for the copy, so that whoever gets the tensor may read it.
         self.release()
         return tensor
 
@@ -62,6 +66,7 @@ class OffloadedLayer:
     it.
     """
 
+    # Weak: layers live as long as the graph of their micro-batch.
     _latest: weakref.ref[OffloadedLayer] | None = None
 
     def __init__(self) -> None:
@@ -86,6 +91,7 @@ class OffloadedLayer:
         if not self._is_read:
             self._is_read = True
             before = self._before and self._before()
+            # Above the last of these layers there is none that has begun to fetch its tensors.
             self._fetch()
             if before is not None:
                 before._fetch()
@@ -123,6 +129,7 @@ def _copy_beside(target: Tensor, source: Tensor) -> Any:
         target.copy_(source)
         return None
     stream = _beside()
+    # Computation may still write the source, or use the memory of the target.
     stream.wait_stream(get_accelerator().current_stream())
     with get_accelerator().stream(stream):
         target.copy_(source, non_blocking=True)

@@ -34,6 +34,7 @@ def one_forward_one_backward(
     >>> [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(2, 0, 3)]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
     """
+    # The last stage alternates at once; each stage before it needs one more forward.
     num_warmup = min(num_stages - 1 - stage, num_micro_batches)
     for index in range(num_warmup):
         yield EventKind.FORWARD, index
@@ -211,6 +212,7 @@ def run_forward_only(
         for index in range(len(micro_batch_tokens)):
             output = forward(index, stage.receive_activation(memory, requires_grad=False))
             if index + 1 < len(micro_batch_tokens):
+                # [Note: Memory before a send]
                 memory = stage.activation_memory(micro_batch_tokens[index + 1])
             if stage.is_last:
                 losses.append(output)

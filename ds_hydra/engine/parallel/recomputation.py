@@ -66,6 +66,7 @@ def contexts(
     """Contexts of both passes, for `torch.utils.checkpoint`. `keeps`: what attention returns, where
     the layer is `offloaded` in the host's memory.
     """
+    # One queue for both passes: the first one fills it, the second one empties it.
     kept: deque[Any] = deque()
     first, second = (
         _Layer(kept, keeps=keeps, again=again, offloaded=offloaded) for again in (False, True)
@@ -92,8 +93,10 @@ def run_once(run: Callable[[], Outputs], *, keeps: bool) -> Outputs:
     layer = _layer if keeps and _layer is not None and _layer.keeps else None
     if layer is not None and layer.again and layer.kept:
         return layer.take()
+    # Attention that runs now reads what its exchanges have brought.
     settle()
     out, lse = run()
+    # A second pass that found nothing has nobody to keep it for.
     if layer is not None and not layer.again:
         layer.keep((out, lse))
     return out, lse

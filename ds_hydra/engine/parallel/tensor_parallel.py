@@ -104,6 +104,7 @@ class TokenShards:
 
             def wait() -> None:
                 work.wait()
+                # Added by this rank in the order of ranks, hence the same bits each time.
                 torch.sum(parts.unflatten(0, (self.size, -1)), dim=0, out=shard)
 
             return shard.view(*partial_BTH.shape[:-2], *shard.shape), wait
@@ -189,6 +190,7 @@ def gather_input(shard_BtH: Tensor, shards: TokenShards) -> SharedInput:
 
     def back(grad_BTH: Tensor) -> Tensor:
         shard, wait = shards.post_reduce_scatter(grad_BTH)
+        # Products for weights run beside the exchange: [Note: Products for weights].
         backward.run()
         wait()
         return shard
@@ -214,6 +216,7 @@ def find_blocks(layer: nn.Module, sides: Mapping[nn.Module, str]) -> Iterator[nn
     modules and one row-wise module, which returns what the block does.
     """
     planned = {module for module in layer.modules() if sides.get(module) in (COLUMN, ROW)}
+    # Uncut attention would gather nothing, and see the keys of this rank's shard alone.
     for module in layer.modules():
         if "Attention" in type(module).__name__ and not planned & set(module.children()):
             raise ValueError("attention is not cut by heads")
@@ -328,8 +331,10 @@ class TensorParallel:
         """The sum of the group's partial outputs, or this rank's shard of it; its backward hands
         the gradient on.
         """
+        # Each rank goes on with a shard, so the gradient of the sum is that of all shards.
         if self.shards is not None:
             return exchange(partial, self.shards.reduce_scatter, self.shards.gather)
+        # All go on with the same sum, and each has the whole gradient of it already.
         return exchange(partial, functools.partial(_sum_over, group=self.group), lambda grad: grad)
 
     def forget_input(self) -> None:
@@ -446,12 +451,14 @@ def hook_linear(linear: nn.Module, tp: TensorParallel) -> None:
 
     def trace(hidden: Tensor) -> Tensor:
         weight, shared = linear.weight, tp.shared
+        # Without a product for the weight there is nothing to put off.
         if not weight.requires_grad:
             return plain(hidden)
         if tp.shards is None:
             # Not by comparing tensors, whose lengths a compiler would take for constants
             is_shared = shared is not None and is_column and tp.size > 1
             return trace_linear(linear, plain, hidden, shared.backward if is_shared else None)
+        # Gathers again in backward, and collectives stay outside of compiled graphs.
         if shared is not None and hidden is shared.whole:
             return apply_outside(hidden, weight, linear.bias, shared.kept, shared.backward)
         return trace_linear(linear, plain, hidden)
@@ -547,6 +554,7 @@ def hook_latent(module: nn.Module, tp: TensorParallel, latent_width: int) -> Non
         # Where micro-batches are cut all of its gradient is a part, which owners add up.
         if tp.size == 1 or tp.shards is not None:
             return output
+        # The latent part's gradient is summed by the column-wise layer that reads it.
         latent, key = output.tensor_split((latent_width,), dim=-1)
         return torch.cat([latent, _CopyToGroup.apply(key, tp.group)], dim=-1)
 
@@ -585,12 +593,14 @@ def hook_embedding(
     outputs are summed. `finish` adds to each output, on the first rank for all.
     """
     num_rows = module.weight.shape[0]
+    # Handed from `before` to `after` of one call.
     outside: list[Tensor] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if tp.size == 1:
             return None
         local_ids = args[0] - tp.first_row(num_rows)
+        # The weight that is bound now is this rank's slice.
         mask = (local_ids < 0) | (local_ids >= module.weight.shape[0])
         outside.append(mask)
         return (local_ids.masked_fill(mask, 0), *args[1:])

@@ -76,10 +76,12 @@ def open_host_group(device: torch.device) -> None:
     """
     global _hosts
     world, group = dist.group.WORLD, None
+    # Kept by the group of all ranks: after another `init_process_group` it is made anew
     if device.type == "cpu" or _hosts[0] is world:
         return
     try:
         group = dist.new_group(backend="gloo", timeout=find_timeout(device))
+        # Tried at once: later, a host that does not connect would be an error of an iteration
         dist.all_reduce(torch.zeros(1), group=group)
     except RuntimeError as error:
         group = None
@@ -88,6 +90,7 @@ def open_host_group(device: torch.device) -> None:
             "in every iteration; name the network's interface in GLOO_SOCKET_IFNAME",
             str(error)[:300],
         )
+    # By way of the device: `_hosts` is not set yet, and some hosts may have no group
     _hosts = (None, None) if any(gather_flags(group is None, device)) else (world, group)
 
 
@@ -141,6 +144,7 @@ def gather_ragged(
 def _gather_padded(mine: Tensor, device: torch.device) -> list[Tensor]:
     """Every rank's [n], n of its own, on the CPU."""
     sizes = gather_by_hosts(torch.tensor([len(mine)]), device).flatten().tolist()
+    # Rows of one exchange have one size; at least one element, so that none is empty
     padded = torch.nn.functional.pad(mine, (0, max(1, *sizes) - len(mine)))
     rows = gather_by_hosts(padded, device)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
@@ -162,6 +166,7 @@ def raise_known(error: Exception | None, brings: Sequence[bool], device: torch.d
     if True not in brings:
         return
     source = brings.index(True)
+    # Of the other ranks nothing is sent, so that their `error` may be None
     name, text = broadcast_text([type(error).__name__, str(error)], source, device)
     if error is None:
         error = restore_error(name, f"rank {source}: {text}")
@@ -218,6 +223,7 @@ def check_alike(values: Mapping[str, Any], device: torch.device, *, rel_tol: flo
         first, own = json.loads(of_first), json.loads(mine)
         for name in sorted(first.keys() | own.keys()):
             both = own.get(name), first.get(name)
+            # As text: NaN is equal to itself there, and 1 is not 1.0
             mine_is, first_is = map(json.dumps, both)
             is_close = (
                 rel_tol > 0
@@ -240,6 +246,7 @@ def check_same_numbers(
     """
     of_ranks = gather_by_hosts(torch.tensor(mine, dtype=torch.int64), device).tolist()
     for rank, found in enumerate(of_ranks):
+        # All ranks see all numbers, so all come to the same error without telling each other
         if found != of_ranks[0]:
             raise on_all_ranks(PlanMismatchError(say(of_ranks[0], found, rank)))
 
@@ -247,6 +254,7 @@ def check_same_numbers(
 def restore_error(name: str, text: str) -> HydraError:
     """The error of ds_hydra of that name, or a HydraError that mentions it."""
     kind = getattr(errors, name, None)
+    # Of ds_hydra's own alone: a name from another rank must not make any other object
     if isinstance(kind, type) and issubclass(kind, HydraError):
         return kind(text)
     return HydraError(f"{name}: {text}")
@@ -264,6 +272,7 @@ def broadcast_bytes(payload: bytes, source: int, device: torch.device) -> bytes:
     size = len(payload).to_bytes(_SIZE_BYTES, "little")
     first = _broadcast((size + payload)[:ENVELOPE_BYTES], ENVELOPE_BYTES, source, device)
     numel = int.from_bytes(first[:_SIZE_BYTES], "little")
+    # The envelope has one size, so that receivers need not be told it before
     room = ENVELOPE_BYTES - _SIZE_BYTES
     rest = b""
     if numel > room:
@@ -354,6 +363,7 @@ def describe_missing(error: Exception, start: int) -> str:
     or does not end.
     """
     missing = {0}  # the store is in its process, unless the launcher keeps it, and as silent
+    # In a thread: a store that is gone may hold a request longer than anybody should wait
     asking = threading.Thread(target=_find_missing, args=(missing, start), daemon=True)
     asking.start()
     asking.join(2 * VERDICT_WAIT_S)
@@ -375,5 +385,6 @@ def _find_missing(missing: set[int], start: int) -> None:
         while silent and time.monotonic() < end:
             silent = {rank for rank in silent if not store.check([f"{key}/{rank}"])}
             time.sleep(TICK_S)
+        # Only here, when the store has answered to the end
         missing.clear()
         missing |= silent

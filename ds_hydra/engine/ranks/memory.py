@@ -97,6 +97,7 @@ def available_bytes() -> float:
     where none of them says.
     """
     of_host = _read_number("/proc/meminfo", "MemAvailable:")
+    # The tightest bound counts: the host's, or that of any group around this process
     found = [] if of_host is None else [1024.0 * of_host]
     with contextlib.suppress(OSError):  # not Linux
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -158,6 +159,7 @@ def naming_memory_limit(limit_bytes: int | None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         accelerator = get_accelerator()
+        # What torch holds and what is free: the rest of the device is other users'
         reached = accelerator.memory_reserved() + accelerator.available_memory()
         bound = reached if limit_bytes is None else min(reached, limit_bytes)
         raise HydraConfigError(

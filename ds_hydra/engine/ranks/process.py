@@ -261,6 +261,7 @@ def _remove_if_stale(lock: Path) -> None:
 def _idle_s(lock: Path) -> float:
     """Return the seconds since something was written beside `lock`, by its file system's clock."""
     written = max(path.stat().st_mtime for path in (lock, *lock.parent.iterdir()))
+    # The host's clock may differ from that of a network mount
     with tempfile.TemporaryFile(dir=lock.parent) as now:
         return os.fstat(now.fileno()).st_mtime - written
 
@@ -294,6 +295,7 @@ def let_one_rank_speak() -> None:
 def _end(
     otherwise: Hook, _kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
+    # An error of a broken collective is the consequence: who is lost says more
     if (loss := find_loss_behind(error)) is not None:
         error = loss.with_traceback(trace)
     own, speaker = own_rank(), own_rank()
@@ -312,6 +314,7 @@ def _end(
         otherwise(*said)
     if isinstance(error, HydraError):
         with contextlib.suppress(ValueError):  # not the main thread
+            # A handler may only note the signal: the launcher that ends this rank would wait
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_PATIENCE_S)
         if not is_raised_on_all(error):

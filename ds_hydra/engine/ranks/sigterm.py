@@ -41,6 +41,7 @@ class Sigterm:
         """Note SIGTERM for `watcher` from now on. Warns where no handler can be set, which Python
         allows in the main thread alone. Collective over all ranks.
         """
+        # A signal that earlier watchers have dealt with asks nothing of new ones
         if not self._watchers:
             self._is_set = self._is_answered = False
         if not self._is_installed and _is_main_thread():
@@ -48,6 +49,7 @@ class Sigterm:
             self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
             self._is_installed = True
         self._watchers.add(watcher)
+        # One rank speaks for all that lack a handler
         flags = gather_flags(not self._is_installed, device)
         ranks = [rank for rank, is_missing in enumerate(flags) if is_missing]
         if ranks and ranks[0] == dist.get_rank():
@@ -74,6 +76,7 @@ class Sigterm:
         """
         self._is_answered = True
         yield
+        # SIG_DFL and SIG_IGN are no functions: the process ends by itself after its checkpoint
         if self._is_set and callable(self._before):
             self._before(signal.SIGTERM, None)
 

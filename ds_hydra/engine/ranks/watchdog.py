@@ -156,6 +156,7 @@ class Watchdog:
                 self._is_inside, self._section_thread = True, thread
         if is_nested:
             yield
+            # Not after an error: the outer section tells of it as of the inner phase
             self._phase = before
             return
         try:
@@ -186,8 +187,10 @@ class Watchdog:
         if verdict is not None:
             return self._error_of(verdict)
         if not hasattr(error, _IS_TOLD):
+            # One error may pass several callers, each of which asks for its cause
             setattr(error, _IS_TOLD, True)
             self._failed_section = self._section
+            # Cut: it becomes a line of the protocol, and one sentence of the others' errors
             what = f"{type(error).__name__}: {str(error).strip()[:500]}"
             text = f"failed {self._place}: {what}"
             if isinstance(error, KeyboardInterrupt):
@@ -206,6 +209,7 @@ class Watchdog:
         if verdict is None or verdict.rank == self._rank:
             return None
         is_relevant = verdict.section is None or (
+            # Of a section that is over it stops nobody, nor where this rank has failed itself
             verdict.section == self._section != self._failed_section
         )
         return verdict if is_relevant else None
@@ -305,6 +309,7 @@ class Watchdog:
                         "holds Python's lock, such as a long regular expression or a C extension: set "
                         "hydra.faults.silence_s above its seconds)",
                     )
+                # Four signs of life in the time of one silence: a late one is no loss
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
                     peer.send(_ALIVE)
@@ -326,6 +331,7 @@ class Watchdog:
         """A pause of this very process (a job that was suspended and continued) is no silence of
         the others.
         """
+        # Shorter pauses alone make nobody look silent
         if seconds > max(2 * TICK_S, self._silence_s / 4):
             for peer in self._peers.values():
                 peer.last_seen = min(now, peer.last_seen + seconds)
@@ -344,6 +350,7 @@ class Watchdog:
             return
         peer.last_seen = time.monotonic()
         peer.buffer += data
+        # The last part may be half a line, whose rest is still to come
         *lines, peer.buffer = peer.buffer.split(b"\n")
         for line in filter(None, lines):
             verdict = Verdict(*json.loads(line))
@@ -353,6 +360,7 @@ class Watchdog:
     def _drop(self, peer: Peer, text: str) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
+        # Who waits in `leave` looks at the peers that are left, once notified below
         del self._peers[peer.rank]
         if not peer.has_left:
             self._hear(Verdict(peer.rank, text))
@@ -381,12 +389,14 @@ class Watchdog:
         last = self._verdict
         if last is None or last.rank != rank or last.section is None:
             return None
+        # An older failure was got over, and is no reason why the process has ended
         return last if last.section >= self._section - 1 else None
 
     def _keep(self, verdict: Verdict) -> None:
         self._verdict = verdict
         if self._relevant_verdict() is not None:
             if self._is_inside:
+                # Until then the collective may break by itself, which raises in place of ending
                 self._deadline = time.monotonic() + self._grace_s
             # The others may be about to end, or to raise the same: said where they do not.
             if verdict.is_loss and not self._is_leaving:
@@ -420,6 +430,7 @@ class Watchdog:
         verdict = self._relevant_verdict()
         is_lost = verdict is not None and not verdict.is_orderly
         wait = find_wait(self._engine_thread) if is_lost else None
+        # Another place, or another call at it: it goes on
         if wait != self._wait:
             self._wait, self._wait_began = wait, now
         return wait is not None and now - self._wait_began > self._grace_s
@@ -445,9 +456,11 @@ def join_watchdog(faults: FaultsConfig, device: torch.device) -> None:
     _num_starts += 1
     if dist.get_world_size() == 1 or not faults.watchdog:
         return
+    # One that somebody has left is on its way out, on all ranks
     is_watched = _watchdog is not None and not _watchdog.is_left
     try:
         with watch("start") if is_watched else contextlib.nullcontext():
+            # All or none: a rank without one would not be heard by the others'
             if all(gather_flags(is_watched, device)):
                 return
         _close()
@@ -497,6 +510,7 @@ def call_together(call: str, device: torch.device, problem: Exception | None = N
     hang, end the process, or take each other's data.
     """
     mine = torch.zeros(CALL_BYTES + 1, dtype=torch.uint8)
+    # A text of fixed size: one exchange compares calls of any ranks
     mine[: len(call)] = torch.frombuffer(bytearray(call, "ascii"), dtype=torch.uint8)
     mine[-1] = problem is not None
     if _watchdog is not None:
@@ -507,6 +521,7 @@ def call_together(call: str, device: torch.device, problem: Exception | None = N
         if _watchdog is not None:
             _watchdog.call = None
     rows, brings = rows[:, :-1], rows[:, -1].astype(bool).tolist()
+    # A problem goes first: it may be why a rank comes with another call
     if any(brings) or (rows == rows[0]).all():
         raise_known(problem, brings, device)
         return
@@ -638,6 +653,7 @@ def _listen(host: str, backlog: int) -> socket.socket:
     machine.
     """
     try:
+        # The address family of the name that the launcher gave, IPv4 or IPv6
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, 0), family=family, backlog=backlog)
     except OSError:

@@ -176,6 +176,7 @@ def plan_transfers(
         transfers.append(Transfer(EventKind.PUSH, bucket, own if is_early else end))
     before = accumulate(num_micro_batches[:-1], initial=0)
     # A phase begins in the use in which the one before ends where both are of the same layer.
+    # Counted back from the end of its first forward, which uses each layer once.
     begins = [
         len(window.uses([*passes * n, EventKind.FORWARD])) - len(window.buckets) for n in before
     ]
@@ -217,6 +218,7 @@ def _take_turns(window: Window, uses: Sequence[Use], *, pushes: bool) -> list[Tr
             gradient_of[slot] = number
         last_use[slot] = number
     if pushes:
+        # Nothing is written to these slots any more: no use waits for their push.
         transfers += [
             Transfer(EventKind.PUSH, window.buckets[uses[left].position], left)
             for left in gradient_of.values()

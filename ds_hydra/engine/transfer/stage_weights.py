@@ -200,7 +200,9 @@ class StageWeights:
             of_grads = [("gathered", slot_of[r]) if r in slot_of else ("grads", r) for r in numbers]
         numels: dict[BucketKey, int] = {}
         for key, bucket in zip(of_slices, buckets, strict=True):
+            # Buckets that take turns in a slot share it, so it has room for the largest.
             numels[key] = max(numels.get(key, 0), slice_numel(specs, bucket))
+        # Not strict: without training no bucket has gradients.
         for key, bucket in zip(of_grads, buckets):
             numels[key] = max(numels.get(key, 0), gradient_numel(specs, bucket))
         flat = pool.resize(numels, dtypes)
@@ -210,6 +212,7 @@ class StageWeights:
             self._add_bucket(
                 index, specs, bucket, flat[of_slices[index]], grads, shares_memory=shares
             )
+            # What is in a slot changes: it is prepared whenever a bucket was brought there.
             if not shares:
                 self.prepare(index)
 
@@ -284,6 +287,7 @@ class StageWeights:
             )
             self.leaves[entry.param] = leaf
             if grads_flat is None or not leaf.requires_grad:
+                # Empty, but there: slots are numbered alike in pull and push.
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
             grad, grads_flat = grads_flat[:numel], grads_flat[padded:]
@@ -341,6 +345,7 @@ class StageWeights:
                     weights._report(bucket)
 
         gradient.complete = complete
+        # The node that accumulates into the leaf runs after all uses of it have passed by.
         self._nodes.append((torch.autograd.graph.get_gradient_edge(leaf).node, gradient))
 
     def _report(self, bucket: int) -> None:

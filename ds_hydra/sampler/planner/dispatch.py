@@ -149,6 +149,7 @@ def fit_trials(
     best = upper_ms
     num_orders = 6 if num_kinds == 3 else min(num_kinds, 2)
     for number in range(num_orders):
+        # Of three kinds: three rotations, and each of these reversed, are all six orders
         kinds = np.roll(np.arange(num_kinds), number % num_kinds)
         if number >= num_kinds or (num_kinds > 3 and number == 1):
             kinds = kinds[::-1].copy()
@@ -224,6 +225,7 @@ def dispatch_sequences(
     pipelines = [
         kind._replace(num_pipelines=1) for kind in kinds for _ in range(kind.num_pipelines)
     ]
+    # Pipelines of a kind have to be neighbours, and equal kinds may be given apart
     counts = Counter(pipelines)
     merged = [kind._replace(num_pipelines=count) for kind, count in counts.items()]
     kind_of = np.array([list(counts).index(pipeline) for pipeline in pipelines])

@@ -154,6 +154,7 @@ class MixedGroups:
             kind_of=kind_of,
             num_stages=of_all.astype(np.int64),
             constant_ms=self._constants + dear_ms,
+            # The floor of traffic is that of the whole step: `finish` of `plan_steps` knows it
             traffic_ms=np.zeros_like(self._constants),
             max_len_tokens=self._max_len,
             ratio=of_all[:, None],  # not read, as `share`: there is one stage
@@ -164,6 +165,7 @@ class MixedGroups:
         )
         group_of = step.group_of.copy()
         least_ms = self.start_ms + float(self.work_ms(own_ms).sum())
+        # Compared with times whose constants have `dear_ms`, too
         enough_ms = dear_ms + (1 + _ENOUGH_GAP) * least_ms
         improve_dispatch(problem, group_of, enough_ms, _MAX_EXCHANGES, _NUM_TARGETS)
         moved = step._replace(group_of=group_of)
@@ -212,6 +214,7 @@ class MixedGroups:
         if best is None or not exchanges.size:
             return best
         own, costs = lengths[members], np.ascontiguousarray(table[:, members])
+        # All ranks together need so long: a shorter deadline is not worth a try
         least_ms = (1 - _ROUNDING) * (self.start_ms + float(self.work_ms(costs).sum()))
         low, high = 0.0, best.slowest_ms
         for _ in range(_NUM_DEADLINES):
@@ -228,6 +231,7 @@ class MixedGroups:
             )
             if is_met:
                 high = deadline
+                # Made for the deadline; with sequences placed as in all others it may be slower
                 best = self._step_of(tried, kind, lengths, table, members, best.slowest_ms) or best
             else:
                 low = deadline
@@ -302,6 +306,7 @@ def find_cuts(
     few += combinations_with_replacement(range(len(sizes)), 2)
     counts = np.array([np.bincount(own, minlength=len(sizes)) for own in few])
     ranks = counts @ np.array(sizes)
+    # Only groups of as many ranks change places: a cut uses all ranks
     pairs = np.argwhere(ranks[:, None] == ranks)
     moves: IntArray = counts[pairs[:, 1]] - counts[pairs[:, 0]]
     return Cuts(first, np.ascontiguousarray(moves[moves.any(axis=1)]))
@@ -338,9 +343,11 @@ def plan_steps(
     everything, all_ms = np.arange(lengths.size), float(work_ms.sum())
     is_left = np.empty(lengths.size, dtype=np.bool_)
     room = _Room.of(kinds, lengths)
+    # At least as many as hold all tokens, and as hold the long sequences
     count, stride, num_failed = max(min(fewest), room.fewest(everything)), 1, 0
     while count <= max(*fewest, lengths.size):
         slowest = np.empty(count)
+        # More steps add constants: where so many cannot win no larger number can
         if bound(slowest, 0, all_ms) >= least:
             break
         is_found = False
@@ -363,9 +370,11 @@ def plan_steps(
                 is_left[step.members] = False
                 left = left[is_left[left]]
                 left_ms -= float(work_ms[step.members].sum())
+                # Too few steps are left, as if this one had found no place
                 if room.fewest(left) > rest:
                     step = None
                     break
+                # Steps for which nothing is left do not run
                 ends = slowest if left.size else slowest[: len(steps)]
                 ms = seen_ms + bound(ends, len(steps), left_ms)
                 # Rounding of the sums must not decide that an equal plan is carried on.
@@ -374,8 +383,10 @@ def plan_steps(
                 if not left.size:  # what the step took besides may be all of the later ones
                     best, least = steps, ms
                     break
+            # A search that its bound has ended did not lack room: it was too slow
             is_found |= step is not None
         num_tried += is_found
+        # From `max(fewest)` steps on all kinds have room for the tokens
         if num_tried > MORE_STEPS and count >= max(fewest):
             break
         if is_found and stride > 1:  # back to the first that was passed over
@@ -406,6 +417,7 @@ class _Room(NamedTuple):
 
     def fewest(self, left: IntArray) -> int:
         """Return a lower bound of the steps that the sequences `left` need (descending)."""
+        # Positions ascend as lengths descend: up to a place all are as long or longer
         num_long = np.searchsorted(left, self.places, side="right")
         return int((-(-num_long // self.most)).max(initial=0))
 
@@ -421,6 +433,7 @@ def _best_step(
     """Return the step of `members` that ends first after that `before` it, if there is one."""
     best, least_ms = None, np.inf
     for number, (kind, table) in enumerate(zip(kinds, tables)):
+        # What is between steps is never below 0, so the limit loses no better one
         step = kind.step(number, lengths, table, members, least_ms)
         if step is None:
             continue
@@ -685,6 +698,7 @@ def cut_for_deadline(
                     place = middle + 1
                 else:
                     last = middle
+            # Those after the first end sooner, so they meet the deadline, too
             while place < num_open[k] and filled[open_[k, place]] + lengths[i] > max_len[k]:
                 place += 1
             if place < num_open[k]:
@@ -704,6 +718,7 @@ def cut_for_deadline(
             return False
         ends[best] += table[kind, i]
         filled[best] += lengths[i]
+        # It ends later now: back to its place in the order, which the search above needs
         while place > 0:
             before = open_[kind, place - 1]
             if ends[before] > ends[best] or (ends[before] == ends[best] and before < best):

@@ -75,6 +75,7 @@ def iteration_bound_ms(
     if not planning.is_held(planning.longest(strategy)):
         return np.inf
     phase = PhasePlan.of(planning, strategy)
+    # A tenth of the time of the bound, and enough for a strategy that cannot win
     if np.isfinite(limit_ms) and phase.is_beyond(limit_ms):
         return limit_ms
     planning.bounded[strategy] = phase.dispatch()
@@ -87,6 +88,7 @@ def plan_strategy(
     """`strategy` for all sequences; None where one does not fit. Searches longer where that may
     take less than `limit_ms`, and knows when it is good enough where the bound was asked for.
     """
+    # One whose bound was asked for is dispatched already: its search goes on from there
     phase = planning.bounded.get(strategy)
     if phase is None:
         if not planning.is_held(planning.longest(strategy)):
@@ -102,6 +104,7 @@ def plan_with_time(
     # Nothing is proved of phases: they are planned first, quickly, and strategies have to beat them
     best = plan_phases(planning, strategies)
     phases, time_ms, is_proved = best.phases, best.time_ms, False
+    # Those that are proved to be no faster have `time_ms` as their bound, and end the loop
     bounds_ms = {s: iteration_bound_ms(planning, s, time_ms) for s in strategies}
     for strategy in sorted(bounds_ms, key=bounds_ms.__getitem__):
         if bounds_ms[strategy] >= time_ms:
@@ -121,6 +124,7 @@ def plan_with_time(
 def _finish(planning: PlanningProblem, phases: Sequence[PhasePlan]) -> IterationPlan:
     batch = planning.batch
     found = [phase.pipelines() for phase in phases]
+    # In lockstep pipelines wait for each other, which is in no time of a single one
     makespan = sum(
         max(pipeline.makespan_ms for pipeline in pipelines) + phase.wait_ms
         for phase, pipelines in zip(phases, found)
@@ -140,6 +144,7 @@ def _finish(planning: PlanningProblem, phases: Sequence[PhasePlan]) -> Iteration
 
 def _no_plan(planning: PlanningProblem, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
     largest = max(planning.longest(strategy) for strategy in strategies)
+    # Sorted by length: where any sequence has no place the first one has none
     position = int(planning.order[0])
     advice = (
         f"lower hydra.context_length to {largest} or less, or "
@@ -192,6 +197,7 @@ def _profiled_ms(
         return pipeline.makespan_ms
     latency = profile.get_latency(pipeline.scheme)
     times = [latency.micro_batch_ms(plan.micro_batch_lengths(m)) for m in pipeline.micro_batches]
+    # Traffic 0: `micro_batch_ms` has its floor already
     return makespan_ms(
         np.array(times, dtype=np.float64),
         pipeline.scheme.pp,

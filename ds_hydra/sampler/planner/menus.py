@@ -108,6 +108,7 @@ class GroupMenu(NamedTuple):
     def strategy_of(self, step: GroupStep) -> tuple[Strategy, IntArray]:
         """The strategy of a step, and in which of its pipelines each sequence is."""
         strategy = Strategy(tuple(s for s, n in zip(self.schemes, step.counts) for _ in range(n)))
+        # A strategy sorts its schemes, and groups are numbered by size
         places = [np.flatnonzero([s == own for own in strategy.schemes]) for s in self.schemes]
         pipeline_of = np.concatenate(places)
         return strategy, pipeline_of[step.group_of]
@@ -123,9 +124,11 @@ def plan_phases(
     schemes = dict.fromkeys(s for strategy in strategies for s in strategy.schemes)
     groups, number = groups_of_all(strategies), planning.num_devices
     known = menu_entries(planning, schemes, groups)
+    # Weights stay on the nodes in all pipelines of a strategy or in none: never one menu
     crossing, on_nodes = (
         [entry for entry in known if entry.scheme.hpz == hpz] for hpz in (False, True)
     )
+    # First without hpz: these steps tell whether anything waits for weights
     best = BestPhases(planning, limit_ms)
     best.compose(_choices(crossing, number))
     there = {entry.scheme for entry in on_nodes}
@@ -144,6 +147,7 @@ def plan_phases(
         for left_out in fewer:
             best.compose(_choices([one for one in fewer if one is not left_out], number))
         for alone in (*crossing, *on_nodes):
+            # Groups of one size use all ranks only where it divides their number
             if number % alone.scheme.num_devices == 0:
                 best.compose([[GroupMenu((alone,))]])
         best.compose(_choices(_roomiest(crossing), number))
@@ -167,6 +171,7 @@ def _worth_keeping(
     is_asked_for = there or any(scheme in latency_of for scheme in of_nodes.values())
     if found and not is_asked_for and not any(phase.waits_for_weights for phase in found):
         return []
+    # `hpz_traffic_ms` is 0 where as much would cross, and memory would be spent for nothing
     get_latency = planning.profile.get_latency
     return [
         scheme
@@ -197,10 +202,13 @@ def _bound_ms(planning: PlanningProblem, entries: Sequence[MenuEntry]) -> float:
     sizes = np.array([entry.scheme.num_devices for entry in entries])
     constants = np.array([entry.latency.constant_ms for entry in entries])
     held = np.array([entry.max_len_tokens for entry in entries])
+    # A step holds most where all ranks are in groups of most tokens a rank
     fewest = np.ceil(lengths.sum() / (number * (held / sizes).max()))
+    # Phases were found, so some entry holds the longest sequence
     alone_ms = (table[:, 0] + constants)[held >= lengths[0]].min()
     work_ms = (table * sizes[:, None]).min(axis=0).sum() / number
     together_ms = work_ms + fewest * constants.min()
+    # On a core of its own a rank may be so much faster
     return float(max(alone_ms, together_ms) / planning.profile.ranks_per_core)
 
 
@@ -211,6 +219,7 @@ def _choices(gathered: Sequence[MenuEntry], num_devices: int) -> list[list[Group
     Longer steps with checkpointed layers look fast to a search that goes step by step, and the
     whole iteration may be slower.
     """
+    # Where nothing is checkpointed, or all have one TP, lists repeat: each is kept once
     choices: dict[tuple[tuple[Scheme, ...], ...], list[GroupMenu]] = {}
     for entries in (gathered, [entry for entry in gathered if not entry.scheme.ckpt]):
         tps = sorted({entry.scheme.tp for entry in entries})
@@ -239,6 +248,7 @@ class BestPhases:
             self._tried.add(key)
             phases = _compose(self.planning, menus, self.time_ms)
             time_ms = sum(phase.iteration_ms for phase in phases)
+            # The steps were below the limit; with pull and push the phases need not be
             if phases and time_ms < self.time_ms:
                 self.phases, self.time_ms = phases, time_ms
 
@@ -255,6 +265,7 @@ def _compose(
     # What pull and push add to steps of the same slices, and what the layers of each move
     link_ms = max(_total_ms(entry.link) for entry in entries)
     least_ms = link_ms / max(1, planning.num_buckets)
+    # All ranks gather each layer together, so the most traffic is the floor of a step
     floor_ms = max(entry.latency.traffic_ms for entry in entries)
     has_one_tp = len({entry.scheme.tp for entry in entries}) == 1
 
@@ -265,9 +276,11 @@ def _compose(
         """Return what of pull and push is seen between steps with other slices."""
         if has_one_tp or menus[before.kind].slices_of(before) == menus[step.kind].slices_of(step):
             return 0.0
+        # The push of the one and the pull of the other hide behind both steps
         return max(least_ms, link_ms - before.slowest_ms - step.slowest_ms)
 
     kinds = [menu.groups_of_step(planning.num_devices) for menu in menus]
+    # Before the search: where even the fewest steps are too many there is no plan
     num_tokens = int(planning.lengths.sum())
     if min(kind.fewest(num_tokens) for kind in kinds) > MAX_PHASES:
         return []
@@ -291,6 +304,7 @@ def _gathered_phases(
             strategy,
             members=step.members,
             factors=_factors(planning, menu, strategy),
+            # Phases of equal slices are one list of transfers, whose ends alone are seen
             link=menu.link.at_ends(*own),
         )
         phases.append(phase.pack(assignment))
@@ -320,6 +334,7 @@ def menu_entries(
         if not scheme.gather or scheme.ep > 1 or not _has_place(scheme, planning.num_devices):
             continue
         single = replace(scheme, sp=1, cp=1, tp=1)
+        # Groups and link times are those of strategies: this one stands for the scheme
         alike = _on_all_ranks(scheme, single, planning.num_devices)
         if groups is not None and not groups_of(alike).issubset(groups):
             continue
@@ -378,6 +393,7 @@ def _sizes_with_cuts(sizes: tuple[int, ...], num_devices: int) -> list[list[int]
         own = {first}
         if first not in dividing:  # it is beside powers of two alone
             own = {n for n in dividing if is_power_of_two(n) or n == num_devices}
+        # The largest first: of sizes that do not divide each other the wider one stays
         for n in reversed(dividing):
             if all(max(m, n) % min(m, n) == 0 for m in own):
                 own.add(n)
@@ -385,6 +401,7 @@ def _sizes_with_cuts(sizes: tuple[int, ...], num_devices: int) -> list[list[int]
             own |= {n for n in sizes if is_power_of_two(n)}
         if len(own) > 1 and own not in found:
             found.append(own)
+    # Cuts may leave sizes out, so a set has all those of the sets inside it
     return [sorted(own) for own in found if not any(own < other for other in found)]
 
 

@@ -100,6 +100,7 @@ def improve_micro_batches(
                 best, left = _swap_sequence(
                     sequence_ms, lengths, micro_batches, i, state, cost, best, left
                 )
+        # Every gain is above EPSILON, so without one this is the very same number
         if best == before:
             break
     return best
@@ -124,6 +125,7 @@ def _swap_micro_batches(
                 best = value
                 state.tokens[a], state.tokens[b] = state.tokens[b], state.tokens[a]
                 state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
+                # Sequences know their micro-batch by its place, which has changed
                 for i in range(micro_batches.size):
                     if micro_batches[i] == a:
                         micro_batches[i] = b
@@ -149,6 +151,7 @@ def _move_sequence(
     left.
     """
     for target in range(state.times.size):
+        # Read anew for each target: a move that helped has changed it
         source = micro_batches[i]
         # The last sequence stays: how many micro-batches there are is decided elsewhere.
         if left <= 0 or state.counts[source] == 1:
@@ -192,6 +195,7 @@ def _swap_sequence(
         tokens = lengths[i] - lengths[j]
         if left <= 0:
             break
+        # Sequences of one length cost the same: to swap them changes nothing
         if source == target or tokens == 0 or state.tokens[target] + tokens > cost.max_len_tokens:
             continue
         delta = sequence_ms[i] - sequence_ms[j]
@@ -228,6 +232,7 @@ def perturb(
         tokens[micro_batches[i]] += lengths[i]
     for k in range(targets.size):
         i = order[k]
+        # Where micro-batches are few this may be its own, and then nothing moves
         target = (micro_batches[i] + 1 + targets[k]) % num_micro_batches
         if tokens[target] + lengths[i] <= max_len:
             tokens[micro_batches[i]] -= lengths[i]
@@ -285,6 +290,7 @@ def fewest_micro_batches(
     for seed in range(num_tries):
         if best == lower_bound:  # proved: no packing has fewer
             break
+        # Lengths are scaled by 1 to 1.3, so that only similar ones change places
         num_micro_batches = _fill_micro_batches(
             shuffled_order(lengths, 0.3, seed), lengths, max_len, trial
         )
@@ -370,6 +376,7 @@ def _improve_trial(
     """Improves the packing `trial`, and writes it to `micro_batches`, whose objective is `best`, if
     it is then better; returns the objective of these.
     """
+    # An empty micro-batch would be charged its constant all the same
     num_micro_batches = _drop_empty_micro_batches(trial)
     value = improve_micro_batches(
         sequence_ms, lengths, trial, num_micro_batches, cost, num_evaluations
@@ -407,6 +414,7 @@ def pack_micro_batches(
     fullest = micro_batches.copy()
     trial = np.empty_like(micro_batches)
     load, longest = sequence_ms.sum(), sequence_ms.max()
+    # Counts that cannot hold the sequences stay infinite, as those do that were tried
     bounds = np.full(lengths.size + 1, np.inf)
     for num_micro_batches in range(min_micro_batches, lengths.size + 1):
         bounds[num_micro_batches] = micro_batch_count_bound_ms(
@@ -432,6 +440,7 @@ def pack_micro_batches(
         best = _improve_trial(
             sequence_ms, lengths, trial, cost, budget.num_evaluations, best, micro_batches
         )
+    # Out of a single micro-batch no sequence can move
     for seed in range(budget.num_perturbations if micro_batches.max() > 0 else 0):
         trial[:] = micro_batches
         perturb(lengths, trial, trial.max() + 1, cost.max_len_tokens, seed)
@@ -448,6 +457,7 @@ def _split_micro_batches(
     """Divides fullest micro-batches until there are `wanted_micro_batches`, so that a packing by
     capacity has enough micro-batches.
     """
+    # It ends: as long as there are fewer micro-batches than sequences, one has two
     while num_micro_batches < wanted_micro_batches:
         tokens = np.zeros(num_micro_batches, dtype=np.int64)
         counts = np.zeros(num_micro_batches, dtype=np.int64)
@@ -489,6 +499,8 @@ def solve_packing(
     for count in sorted(bounds, key=lambda count: bounds[count]):
         if bounds[count] * (1 + limits.gap_tolerance) >= best:
             break
+        # By Eq. (1) better is (PP - 1 + V) (slowest + c) < best. By the recurrence a slower
+        # micro-batch may still make a faster pipeline, so there is no limit
         below = np.inf if cost.is_exact else best / (cost.num_stages - 1 + count) - cost.constant_ms
         start = micro_batches if count == micro_batches.max() + 1 else None
         solution = solve_micro_batches(
@@ -502,8 +514,10 @@ def solve_packing(
         )
         if not cost.is_exact:
             proven = (solution.load_bound_ms + cost.constant_ms) * (cost.num_stages - 1 + count)
+            # Slower than `below` was not looked for, so nothing above `best` is proved
             bounds[count] = max(bounds[count], min(proven, best))
         elif np.isinf(solution.load_bound_ms):
+            # MaxLen alone rules this V out, by whatever objective
             bounds[count] = np.inf
         if solution.micro_batches is not None:
             best = _improve_trial(

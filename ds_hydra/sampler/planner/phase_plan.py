@@ -93,6 +93,7 @@ class PlanningProblem:
                 f"sequence {lengths.argmin()} of iteration {batch.iteration} has {lengths.min()} tokens; "
                 "remove sequences without tokens from the dataset"
             )
+        # Stable: of equal lengths the order of the batch decides, on every machine
         self.order = np.argsort(-lengths, kind="stable")
         self.lengths = lengths[self.order]
         self.bounded: dict[Strategy, PhasePlan] = {}
@@ -123,6 +124,7 @@ class PlanningProblem:
     def links_of(self, strategy: Strategy) -> LinkTimes:
         """Pull and push of `strategy`; none where they are not known."""
         times = self.settings.link_times
+        # Weights that stay on the nodes shorten gathers, which are in T, not pull and push
         return times.get(strategy) or times.get(strategy.crossing) or NO_LINKS
 
     def kinds(self, strategy: Strategy, factors: Sequence[float]) -> list[PipelineKind]:
@@ -211,6 +213,7 @@ class PhasePlan:
         """Least milliseconds that pull and push add to propagation: the first bucket's pull and the
         last one's push, which nothing hides.
         """
+        # The fewest stages have most layers each, so the least of pull and push is seen
         num_stages = min(scheme.pp for scheme in self.strategy.schemes)
         num_rounds = max(1, self.planning.num_buckets // num_stages)
         return (self.link.pull_ms + self.link.push_ms) / num_rounds
@@ -218,6 +221,7 @@ class PhasePlan:
     @property
     def ranks_of_kinds(self) -> IntArray:
         """Ranks of a pipeline of each kind."""
+        # Pipelines of a kind have one scheme, so the first of each tells
         first = np.unique(self.problem.kind_of, return_index=True)[1]
         return np.array([self.strategy.schemes[n].num_devices for n in first], dtype=np.int64)
 
@@ -228,6 +232,7 @@ class PhasePlan:
         """
         if self.ranks_per_core == 1.0:
             return self.lower_bound_ms
+        # A sequence keeps all ranks of its pipeline busy, so it is that many times as much work
         work = (self.problem.sequence_ms * self.ranks_of_kinds[:, None]).min(axis=0).sum()
         return max(
             self.lower_bound_ms / self.ranks_per_core, float(work / self.planning.num_devices)
@@ -240,6 +245,7 @@ class PhasePlan:
 
     def is_beyond(self, limit_ms: float) -> bool:
         """Whether it is proved, before the dispatch, that no iteration takes `limit_ms` or less."""
+        # Times of the problem are those beside all other ranks: one alone may be so much faster
         within_ms = (limit_ms - self.least_link_ms - self.outside_ms) * self.ranks_per_core
         # Rounding must not decide about an equal plan
         return is_impossible(self.problem, within_ms * (1 + EPSILON))
@@ -258,6 +264,8 @@ class PhasePlan:
     @property
     def waits_for_weights(self) -> bool:
         """Whether its slowest pipeline waits for gathered weights."""
+        # Of a step, in which each pipeline has one micro-batch: it takes its traffic at least,
+        # and longer where computation does
         traffic_ms = float(self.problem.traffic_ms.max(initial=0.0))
         return 0.0 < traffic_ms >= float(self.pipeline_ms.max())
 
@@ -297,8 +305,10 @@ class PhasePlan:
         `best_ms`, the best iteration so far.
         """
         problem, assignment, micro_batches = self.problem, self.assignment, self.micro_batches
+        # Compared below with times of pipelines, which are without pull and push
         settings, best_ms = self.planning.settings, best_ms - self.least_link_ms
         num_steps = _MAX_REFINE_STEPS if settings.refines else 0
+        # 0 where no bound was asked for: then no plan is good enough to stop at
         enough_ms = self.lower_bound_ms * (1 + _ENOUGH_GAP)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if self.ranks_per_core > 1.0:  # bounds say little, so ask what it is near to
@@ -306,6 +316,7 @@ class PhasePlan:
             if self.ends_ms(pipeline_ms).max() > best_ms * (1 + _PERTURBATION_REACH):
                 return self.finish()
         if settings.refines and estimate > enough_ms:
+            # Changes the assignment only where first-fit beats the estimate
             fit_trials(problem, self.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
             improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if settings.dispatch == "ideal":
@@ -346,6 +357,7 @@ class PhasePlan:
             [kind.latency.sequences_ms for kind in kinds],
             Cuts.all([[kind.num_pipelines for kind in kinds]]),
         )
+        # All ranks gather each layer together, so the most traffic is the floor of a step
         floor_ms = float(problem.traffic_ms.max())
         steps = plan_steps(
             [groups],
@@ -366,6 +378,7 @@ class PhasePlan:
         of_pipelines = map(self._times_ms, range(self.pipeline_ms.size))
         exactly = problem.forward_fraction, problem.is_exact, 0.0
         self.pipeline_ms = np.array([makespan_ms(own, 1, *exactly) for own in of_pipelines])
+        # Steps were chosen without pull and push: the whole iteration decides
         if self.finish().iteration_ms >= known.iteration_ms:
             self._take_back(known)
 
@@ -419,6 +432,7 @@ class PhasePlan:
             self.problem.lengths.tolist(),
             self.planning.kinds(self.strategy, [1.0] * len(self.strategy.schemes)),
             seed=settings.seed,
+            # The reference that greedy dispatch is compared with: solved nearly to the end
             limits=replace(settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
         )
         return np.array(found.assignment, dtype=np.int64)
@@ -446,6 +460,7 @@ class PhasePlan:
                 return
             micro_batches = self.micro_batches[members]
             solved_ms, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
+            # The slowest one stays so: the others cannot shorten the iteration
             if solved_ms >= self.pipeline_ms[slowest]:
                 return
             known = self._copy()
@@ -463,6 +478,7 @@ class PhasePlan:
                 zip(self.strategy.schemes, self.strategy.place())
             )
         ]
+        # Where ranks share cores, the end of a pipeline depends on all others
         ends = self.ends_ms(np.array([p.makespan_ms for p in found])).tolist()
         return [replace(p, makespan_ms=end) for p, end in zip(found, ends)]
 
@@ -491,5 +507,6 @@ class PhasePlan:
                 problem.is_exact,
                 problem.traffic_ms[kind],
             ),
+            # With a core for itself it may be so much faster
             lower_bound_ms=bound_ms / self.ranks_per_core,
         )

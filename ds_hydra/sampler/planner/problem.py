@@ -101,6 +101,7 @@ def shuffled_order(lengths: IntArray, spread: float, seed: int) -> IntArray:
     keys = np.empty(lengths.size)
     state = seed % 2**31
     for i in range(lengths.size):
+        # Fits in 64 bits: both factors are below 2^31
         state = (state * 1103515245 + 12345) % 2**31
         keys[i] = -lengths[i] * (1.0 + spread * state / 2**31)
     return np.argsort(keys, kind="mergesort")
@@ -279,6 +280,7 @@ def solve_micro_batches(
         model.start = _start_values(is_in, start)
     status = model.optimize(max_seconds=limits.deadline_s, max_nodes=limits.max_nodes)
     if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
+        # Nothing is faster than `below_ms`; where that is infinite, V is too few for MaxLen
         return MicroBatchesSolution(None, below_ms)
     bound = max(lowest, model.objective_bound) if model.objective_bound is not None else lowest
     if model.num_solutions == 0:

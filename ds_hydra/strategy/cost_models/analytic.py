@@ -261,10 +261,13 @@ class ModelShape:
         if e is not None:
             sparse = e.shared_size + e.chosen * e.size
             active_size = (1 - e.layer_share) * self.intermediate_size + e.layer_share * sparse
+            # Gate, up and down of each, in the mean over layers with experts and without
             experts = 3.0 * self.hidden_size * e.num * e.size * e.layer_share
             chosen = e.chosen / e.num
+        # Queries and outputs of all heads, keys and values of their share
         attention = (2 + 2 * self.key_value_share) * self.hidden_size * width
         active = attention + 3 * self.hidden_size * active_size
+        # `active` has the chosen experts: those that a token does not meet come on top
         return LayerMeans(
             params=active + (1 - chosen) * experts,
             active_params=active,
@@ -276,6 +279,7 @@ class ModelShape:
     @property
     def num_params(self) -> float:
         """Elements of all layers, of the embedding and of the head."""
+        # Left out: that some models use one table for both
         tables = 2 * self.vocab_size * self.hidden_size
         return self.num_layers * self.means.params + tables
 
@@ -285,7 +289,9 @@ class ModelShape:
         if self.experts is None and self.layer is None:
             return _KEPT_BYTES
         means = self.means
+        # `_KEPT_BYTES` has an MLP of the usual width in it: the difference counts
         width = means.kept_width / self.hidden_size - _USUAL_WIDTH
+        # A token is a row for each expert that it chooses
         rows = self.experts.layer_share * self.experts.chosen if self.experts is not None else 0.0
         of_mixer = _KEPT_BYTES - _KEPT_OF_MLP * _USUAL_WIDTH
         return (
@@ -323,6 +329,7 @@ class ModelShape:
         share = means.mixer_share
         is_whole = compiled and tp == 1
         of_norm, of_unit = 4 if compiled else 8, 4 if is_whole else 8
+        # Layers with states have no width of attention, and are taken to keep as much
         mixed = max(means.attention_width / hidden, share)
         rows = self.experts.layer_share * self.experts.chosen if self.experts is not None else 0.0
         return (
@@ -365,6 +372,7 @@ def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> floa
     layers = shape.num_layers / scheme.pp
     width = shape.means.attention_width / (scheme.sp * scheme.tp)
     sent = _KEY_VALUE_BYTES * width * shape.key_value_share
+    # A rank has its own row already
     return 1e3 * layers * sent * (scheme.cp - 1) / scheme.cp / rate
 
 
@@ -383,8 +391,10 @@ def sequence_parallel_latency(
         return None
     layers = shape.num_layers / scheme.pp
     width = shape.means.attention_width
+    # Queries, outputs, keys and values, and the gradient of each; 2 bytes a number
     numbers = 2 * (2 + 2 * shape.key_value_share) * width / scheme.ranks_per_stage
     exchanged = 2 * numbers * layers
+    # Ranks of the group are `sp_step` apart: so many of them share a node
     in_node = min(scheme.sp, max(1, hardware.devices_per_node // scheme.sp_step))
     inside = exchanged * (in_node - 1) / scheme.sp / hardware.intra_node_rate
     shared_rate = hardware.inter_node_rate / hardware.devices_per_node
@@ -406,9 +416,11 @@ def expert_parallel_latency(
     if e is None or ep == 1:
         return None
     layers = shape.num_layers / scheme.pp * e.layer_share
+    # All ranks of a node send tokens at once
     rate = hardware.group_rate(ep, is_shared=True)
     travelled = _EXPERT_EXCHANGES * 2 * e.chosen * shape.hidden_size * (1 - 1 / ep) * layers
     computed = 6 * 3 * shape.hidden_size * e.chosen * e.size * layers
+    # T without `ep` has the mean of computation: only what is beyond it is added
     linear_s = skew * travelled / rate + (skew - 1) * computed / hardware.matmul_flops
     return LatencyModel(
         quadratic_ms=0.0,
@@ -431,6 +443,8 @@ def _eight_bit_work(shape: ModelShape, layers: float, tp: int) -> tuple[float, f
         params -= means.expert_params * e.chosen / e.num
         inner -= e.layer_share * e.chosen * e.size
     heads = means.attention_width * (2 + 2 * shape.key_value_share)
+    # Input of each product and gradient of its output: queries, keys, values and outputs have 4 H
+    # and the widths of their heads, gate, up and down 3 (H + I)
     features = 4 * hidden * means.mixer_share + heads + 3 * (hidden + inner)
     token_bytes, weight_bytes = (_CAST_BYTES * n * layers / tp for n in (features, params))
     return 6 * params * layers / tp, token_bytes, weight_bytes
@@ -466,10 +480,12 @@ def predict_latency(
     # Causal, so half of the pairs: two products forward, five backward with the one made again,
     # each of l^2 times the width.
     attention = 7 * means.attention_width * layers / scheme.ranks_per_stage
+    # Those of SP and EP are in their own parts of T, added at the end
     num_collectives = _COLLECTIVES if tp > 1 else 0
     num_collectives += KEY_VALUE_EXCHANGES if scheme.cp > 1 else 0
     overhead_ms = hardware.layer_overhead_ms + num_collectives * hardware.collective_overhead_ms
     overhead_ms += hardware.pieces_overhead_ms if scheme.cp > 1 else 0.0
+    # Read whatever the length, so a part of the constant; with ep a rank has whole experts
     experts_s = _TOUCHED_BYTES * means.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
     casts_s = 0.0
     if float8:
@@ -479,11 +495,13 @@ def predict_latency(
                 "name hardware that has them, as h100"
             )
         flop, token_bytes, weight_bytes = _eight_bit_work(shape, layers, tp)
+        # Counted in 16 bits above
         linear_s += flop / hardware.float8_flops - flop / hardware.matmul_flops
         linear_s += token_bytes / hardware.memory_rate
         casts_s = weight_bytes / hardware.memory_rate
     latency = LatencyModel(
         quadratic_ms=1e3 * attention / hardware.attention_flops,
+        # For a token of the micro-batch, of which a rank has its shard alone
         linear_ms=1e3 * linear_s / scheme.num_shards + key_values_ms(shape, hardware, scheme),
         constant_ms=layers * overhead_ms + 1e3 * (experts_s / hardware.memory_rate + casts_s),
     )

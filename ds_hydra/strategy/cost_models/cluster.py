@@ -92,8 +92,10 @@ class Cluster:
             max(self._held_share(s) * _widest_slice(s, layers) for s in set(strategy.schemes))
             * self.shape.num_params
         )
+        # A rank has 1 / N of all in its own shard
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
+        # Both kinds of interconnect work at the same time
         slowest = 1e3 * max(inside, across)
         gradient_bytes = self.gradient_bytes if is_fully_sharded else _MAIN_GRADIENT_BYTES
         return LinkTimes(
@@ -122,8 +124,10 @@ class Cluster:
         element_bytes = 2 * _PARAM_BYTES + self.gradient_bytes
         held = self._held_share(scheme) * self.shape.num_params
         elements = held / scheme.tp * (1 - 1 / self.num_devices)
+        # What the ranks of a node own need not come from others
         outside = self.shape.num_params * (1 - self._ranks_per_node / self.num_devices)
         if scheme.hpz and scheme.tp < self._ranks_per_node:
+            # Backward reads the weights that forward has brought
             outside *= 1 - _PARAM_BYTES / element_bytes
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
@@ -136,6 +140,7 @@ class Cluster:
         if self.num_devices <= node_size:
             return 0.0
         nodes = _slices_of_nodes(strategy, node_size, self.shape.num_layers)
+        # For homogeneous strategies, where every slice has as many holders
         num_holders = len(strategy.schemes) * strategy.schemes[0].num_shards
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.shape.num_params  # fmt: skip
@@ -148,6 +153,7 @@ class Cluster:
         hardware = self.hardware
         latency_ms = hardware.intra_node_latency_ms if is_inside else hardware.inter_node_latency_ms
         rate = hardware.group_rate(scheme.num_devices, is_shared=True)
+        # A rank sends its own shard to the rank at its place in the next stage
         tokens = 1e3 * micro_batch_tokens / scheme.num_shards
         return latency_ms + tokens * self.shape.hidden_size * _PARAM_BYTES / rate
 
@@ -183,6 +189,7 @@ def _slices_of_nodes(strategy: Strategy, node_size: int, num_layers: int) -> set
     nodes: dict[int, list[Slice]] = {}
     stages = {scheme: _stages(scheme, num_layers) for scheme in set(strategy.schemes)}
     for scheme, ranks in zip(strategy.schemes, strategy.place()):
+        # Sequence shards of a stage hold the same slice
         for (stage, _, t), rank in zip(coordinates(scheme), ranks):
             nodes.setdefault(rank // node_size, []).append((scheme.tp, t, *stages[scheme][stage]))
     return {tuple(slices) for slices in nodes.values()}
@@ -196,12 +203,14 @@ def _needed_share(
     """
     if not is_fully_sharded:
         return sum((1 - slices.count(s) / num_holders) * (s[3] - s[2]) / s[0] for s in set(slices))
+    # On this grid slices of different TP are whole blocks, and what overlaps counts once
     num_columns = lcm(*(s[0] for s in slices))
     edges = sorted({edge for s in slices for edge in s[2:]})
     is_needed = np.zeros((len(edges) - 1, num_columns), dtype=bool)
     for tp, t, begin, end in set(slices):
         width = num_columns // tp
         is_needed[edges.index(begin) : edges.index(end), t * width : (t + 1) * width] = True
+    # Shards are even, so a node owns its share of whatever it needs
     return float(is_needed.mean(axis=1) @ np.diff(edges)) * (1 - node_share)
 
 

@@ -111,6 +111,7 @@ class Costs:
 
     def find(self, scheme: Scheme) -> Price | None:
         """The price of `scheme`; None where nothing tells it."""
+        # None is an answer, which is remembered as well
         if scheme not in self._prices:
             self._prices[scheme] = self._price(scheme)
         return self._prices[scheme]
@@ -118,6 +119,7 @@ class Costs:
     def latency(self, scheme: Scheme) -> LatencyModel:
         """T of `scheme`; raises HydraConfigError naming the schemes that were profiled."""
         price = self.find(scheme)
+        # Without a price the profile is asked: it derives T, or names what was profiled
         return self.profile.get_latency(scheme) if price is None else price.latency
 
     def table(self, schemes: Iterable[Scheme]) -> Profile:
@@ -128,6 +130,7 @@ class Costs:
         """
         wanted = tuple(dict.fromkeys(schemes))
         known = {Scheme.from_json(entry): entry for entry in self.profile.document["schemes"]}
+        # The same object: whatever it has remembered of MaxLen is kept
         if wanted == tuple(known):
             return self.profile
         latency, entries = {}, []
@@ -136,6 +139,7 @@ class Costs:
             entry = known.get(scheme)
             if entry is None:
                 price = self.find(scheme)
+                # For what has no price `latency` has raised
                 assert price is not None
                 entry = {**scheme.to_json(), **price.latency.to_json(), **price.marks}
             entries.append(entry)
@@ -157,6 +161,7 @@ class Costs:
     def _price(self, scheme: Scheme) -> Price | None:
         if (entry := self.profile.latency.get(scheme)) is not None:
             return Price(entry, "estimated" if scheme in self._assumed else self._source)
+        # One option is taken away after another, and each price asks for the one without it
         if scheme.stages or scheme.ckpt:
             return self._of_stages(scheme)
         if scheme.hpz:
@@ -181,8 +186,10 @@ class Costs:
         latency = base.latency.scaled(*ratios)
         if scheme.offload and self.cluster is not None and self.cluster.hardware.host_rate:
             memory, rate = self.profile.memory, self.cluster.hardware.host_rate
+            # As for T, the stage that has most decides
             most = max(s.num_checkpointed for s in stage_layers(scheme, memory.num_layers))
             moved_ms = 1e3 * most * memory.checkpointed_bytes(scheme) / rate
+            # Layers run again inside of backward, so forward is that without checkpoints
             forward_ms = FORWARD_FRACTION * base.latency.linear_ms
             passes_ms = (forward_ms, latency.linear_ms - forward_ms)
             linear_ms = sum(max(pass_ms, moved_ms) for pass_ms in passes_ms)
@@ -195,6 +202,7 @@ class Costs:
         """
         plain = replace(scheme, gather=False)
         single = self.single_rank
+        # Of one rank's T only SP and CP are even shares: TP and experts have prices of their own
         if plain != plain.without_options() or not plain.tp == plain.pp == plain.ep == 1:
             single = None
         if self.cluster is None or single is None:
@@ -207,6 +215,7 @@ class Costs:
             return price
         traffic_ms = self.cluster.gather_ms(scheme)
         of_nodes_ms = self.cluster.gather_ms(scheme.staying)
+        # 0 for hpz where it saves nothing, so that no memory is spent on it
         latency = replace(
             price.latency,
             traffic_ms=traffic_ms,
@@ -248,6 +257,7 @@ class Costs:
         latency = base.shared(scheme.sp)
         if group is None:
             return Price(self.with_exchanges(latency, scheme), "estimated", (narrow,))
+        # Times of two measurements: their difference may be below 0
         exchange_ms = max(0.0, group.linear_ms - latency.linear_ms) / scheme.sp
         is_near = scheme.sp * scheme.sp_step <= self._devices_per_node
         exchange_ms = max(exchange_ms, 0.0 if is_near else self._exchange_ms(scheme))
@@ -273,11 +283,13 @@ class Costs:
         alone = self.profile.latency.get(narrow)
         if base is None:
             return None
+        # Bytes over the interconnects, where no TP group tells how fast they travel
         if group is None or alone is None:
             shared = base.latency.shared(scheme.cp)
             if self.cluster is None:
                 return None
             return Price(self._with_key_values(shared, scheme), "estimated", (uncut,))
+        # Of the TP group beyond its share: 8 H (n - TP) / n numbers, `reduced` below
         excess_ms = max(0.0, group.linear_ms - alone.linear_ms * scheme.tp / num_ranks)
         width = scheme.sp * scheme.tp
         sharing = min(width, self._devices_per_node) if num_ranks > self._devices_per_node else 1
@@ -288,6 +300,7 @@ class Costs:
         latency = replace(
             shared,
             linear_ms=shared.linear_ms + seen_ms,
+            # Neither launches nor collectives get fewer when a micro-batch is shared
             constant_ms=max(shared.constant_ms, group.constant_ms) + self._pieces_ms(scheme),
             hidden_ms=hidden_ms,
         )
@@ -306,6 +319,7 @@ class Costs:
         if (price := self.find(uncut)) is None or self.cluster is None:
             return None
         latency = self._with_key_values(price.latency.shared(scheme.cp), scheme)
+        # `uncut` has the exchanges between neighbours; CP ranks in between make them dearer
         more_ms = self._exchange_ms(scheme) - self._exchange_ms(uncut) / scheme.cp
         latency = self._with_carried(latency, scheme, max(0.0, more_ms))
         return Price(latency, "estimated", (uncut,))
@@ -327,8 +341,10 @@ class Costs:
         if self.cluster is None or scheme.sp == 1:
             return latency
         more = sequence_parallel_latency(self.cluster.shape, self.cluster.hardware, scheme)
+        # None is for SP 1 alone
         assert more is not None
         carried = self._with_carried(latency, scheme, more.linear_ms)
+        # Parts behind the first start beside attention: spread over the tokens of a usual row
         num_hidden = len(self.profile.memory.key_value_parts(scheme)) - 1
         starts_ms = num_hidden * more.constant_ms / (scheme.ranks_per_stage * _ROW_TOKENS)
         return replace(
@@ -347,6 +363,7 @@ class Costs:
         memory = self.profile.memory
         parts, share = memory.key_value_parts(scheme), 1 + 2 * memory.key_value_share
         num_heads = sum(parts)
+        # Of share + 1 numbers a head: queries, keys and values on the way in, outputs back
         hidden = (share * (num_heads - parts[0]) + num_heads - parts[-1]) / (share + 1) / num_heads
         hiding = 1 + (parts[-1] - parts[0]) / num_heads
         return replace(
@@ -368,6 +385,7 @@ class Costs:
         travels_ms = key_values_ms(cluster.shape, cluster.hardware, scheme)
         seen_ms, hidden_ms = self._seen_and_hidden(scheme, travels_ms)
         parts = self._parts_of_parts(scheme)
+        # Each part that SP brings is gathered by itself, and nothing hides its first part
         num_seen = _SEEN_EXCHANGES * len(parts)
         starts = KEY_VALUE_EXCHANGES * sum(map(len, parts)) - num_seen
         return replace(
@@ -393,6 +411,7 @@ class Costs:
         """
         parts = self._parts_of_parts(scheme)
         num_heads = sum(map(sum, parts))
+        # One exchange of three, that of keys for backward, is beside the MLP
         of_first = _SEEN_EXCHANGES / KEY_VALUE_EXCHANGES
         seen = sum(own[0] * (of_first if len(own) > 1 else 1) for own in parts) / num_heads
         hiding = 1 + max(own[-1] - own[0] for own in parts) / num_heads
@@ -424,6 +443,7 @@ class Costs:
         single = min(found, key=lambda t: t.micro_batch_ms([_REFERENCE_TOKENS]), default=None)
         if single is None or not of_tp:
             return single
+        # What attention takes more, `linear_ms` takes less: T of `_FITTED_TOKENS` is the same
         more = max(0.0, min(of_tp) - single.quadratic_ms)
         return replace(
             single,
@@ -484,6 +504,7 @@ class World:
 
     def on(self, num_devices: int) -> Self:
         """The same with another number of devices."""
+        # Prices depend on the number of devices, so none that is known is taken over
         cluster = self.cluster and replace(self.cluster, num_devices=num_devices)
         return replace(self, costs=Costs(self.profile, cluster), num_devices=num_devices)
 

@@ -45,6 +45,7 @@ class Corrections:
 
     def factor(self, scheme: Scheme) -> float:
         """Factor of T of `scheme`."""
+        # Where weights stay on the nodes the same is computed, so the factor holds there, too
         return self.factors.get(scheme, self.factors.get(scheme.crossing, 1.0))
 
     def slowdown(self, ranks: Iterable[int]) -> float:
@@ -163,6 +164,7 @@ class LearnedTimes:
         if not self.names:
             self._know([MACHINE])
             level = float(np.median(found))
+            # What is below that is learned as later errors are, by both factors
             self.mean_F[0] = np.sign(level) * max(0.0, abs(level) - _OTHER_MACHINE)
         self._drift()
         concerned = [names_of([p.scheme]) for p in pipelines]
@@ -179,6 +181,7 @@ class LearnedTimes:
         self.names += new
         self.mean_F = np.append(self.mean_F, np.zeros(len(new)))
         self.surprise_F = np.append(self.surprise_F, np.zeros(len(new)))
+        # New factors vary with no other one until they have been seen together
         grown = np.diag(self._prior_F() ** 2)
         grown[: len(self.cov_FF), : len(self.cov_FF)] = self.cov_FF
         self.cov_FF = grown
@@ -199,6 +202,7 @@ class LearnedTimes:
 
     def _noise(self, num: int) -> FloatArray:
         own, shared = self.noise
+        # What all pipelines share is in every entry, also beside the diagonal
         return own * np.eye(num) + shared
 
     def _notice_shift(self, design_KF: FloatArray, surprise_K: FloatArray) -> None:
@@ -217,6 +221,7 @@ class LearnedTimes:
             self.surprise_F[number] += _SURPRISE_RATE * (z - self.surprise_F[number])
             if abs(self.surprise_F[number]) > _SHIFT:
                 self.surprise_F[number] = 0.0
+                # What it had in common with others was true of the old level
                 self.cov_FF[number, :] = self.cov_FF[:, number] = 0.0
                 self.cov_FF[number, number] = _kind(name).prior ** 2
 
@@ -228,6 +233,7 @@ class LearnedTimes:
         # An outlier counts as measured with more noise, so that it moves the factors less.
         heavier_K = np.maximum(1.0, z_K / _OUTLIER)
         total_KK = total_KK + noise_KK * (np.outer(heavier_K, heavier_K) - 1)
+        # The gain of the Kalman filter is cross.T @ inv(total), and total is symmetric
         gain_FK = np.linalg.solve(total_KK, cross_KF).T
         self.mean_F = self.mean_F + gain_FK @ surprise_K
         cov_FF = self.cov_FF - gain_FK @ cross_KF

@@ -55,6 +55,7 @@ def key_value_parts(num_heads: int, most: int) -> list[int]:
     ends = [0]
     for part in range(1, number + 1):
         even = round(num_heads * (2**part - 1) / (2**number - 1))
+        # One head at least for this part, and for each of those that follow
         ends.append(min(max(even, ends[-1] + 1), num_heads - (number - part)))
     return [end - begin for begin, end in pairwise(ends)]
 
@@ -229,6 +230,7 @@ class MemoryModel:
             in_several = int((budget - states - self.logit_chunk_bytes) // per_token)
             # Of two bounds of a sum with a minimum in it the larger one holds
             found.append(max(in_one, in_several))
+        # Without backward nothing is kept for later, in the host or elsewhere
         if scheme.offload and self.host_bytes < math.inf and not self.forward_only:
             found.append(int(self.host_bytes // self.offloaded_bytes(scheme)))
         return min(found)
@@ -280,6 +282,7 @@ class MemoryModel:
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp
+            # PP micro-batches of L / PP layers are in flight at the first stage: L, whatever PP is
             per_token = self.num_layers * layer + self._in_one_layer_bytes(scheme)
             return [(self._state_bytes(scheme, num_devices, layers), per_token)]
         if scheme.ckpt and not self.input_bytes:
@@ -298,7 +301,10 @@ class MemoryModel:
                 whole * layer + stage.num_checkpointed * on_device
             )
             if stage.num_checkpointed:
+                # The layer that runs again. Whole layers beside offloaded ones are gone by then and
+                # leave more than it needs
                 per_token += 0.0 if scheme.offload and whole else layer
+                # One layer at a time has on the device what is on its way to the host or back
                 per_token += kept if scheme.offload else 0.0
             per_token += self._in_one_layer_bytes(scheme)
             per_token += again if stage.is_last else 0.0
@@ -362,6 +368,7 @@ class MemoryModel:
             layer *= self._held_share(scheme)
             # Weights and their gradients of one micro-batch
             each = 2 * self.input_bytes / scheme.tp
+            # Nothing of a stage stays between its uses, so shards, window and buffers are all
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
             exchanged = self._one_round_bytes(layer, ends / 2) / scheme.tp
             if scheme.hpz:
@@ -369,6 +376,7 @@ class MemoryModel:
             return sharded + self._gathered_states(layer, ends / 2, each) + exchanged
         sharded = self._all_state_bytes() / num_devices
         tables = self.vocabulary_tables
+        # Embedding and head are of different stages; one table for both is on both
         if scheme.pp > 1:
             tables = min(tables, max(1.0, tables / 2))
         held = self._all_state_bytes(self._held_share(scheme) * num_layers, tables) / scheme.tp
@@ -380,8 +388,10 @@ class MemoryModel:
         that both use stays instead, with sums of its gradients.
         """
         if 0 < self.vocabulary_tables < 2:
+            # In units of `each`, which is 2 i / TP
             kept = (self.input_bytes + GRADIENT_BYTES) / (2 * self.input_bytes) * table
             return (GATHER_WINDOW * layer + kept) * each
+        # A slot is as large as the largest unit that takes its turn in it
         with_table = max(layer, table)
         # Embedding, L layers, head: both are in the first slot where L is odd
         return (with_table + (layer if self.num_layers % GATHER_WINDOW else with_table)) * each
@@ -391,6 +401,7 @@ class MemoryModel:
         with the fewest ranks.
         """
         per_node = min(self.devices_per_node, num_devices)
+        # The last node may be smaller, and its ranks then keep more each
         fewest = num_devices % per_node or per_node
         element = self.input_bytes or _ELEMENT_BYTES
         return num_params * element / fewest * (1 - fewest / num_devices)
@@ -399,6 +410,7 @@ class MemoryModel:
         """Bytes of the largest exchange buffers of one round: gathered layers keep one round in
         flight. A quarter more is for what is relayed to a node, and for sums in fp32.
         """
+        # `exchange_bytes` are two rounds: that of a layer, and beside it the largest
         largest = max(layer, table)
         return 1.25 * self.exchange_bytes * largest / (layer + largest)
 
@@ -406,6 +418,7 @@ class MemoryModel:
         """Share of a layer that a TP group of a stage holds, times TP / EP for its experts where
         ranks share whole ones.
         """
+        # Multiplied by the parameters / TP of a rank: experts then count 1 / EP
         return 1 - self.expert_fraction * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
     def _all_state_bytes(
@@ -416,6 +429,7 @@ class MemoryModel:
         tables = self.vocabulary_tables if tables is None else tables
         per_element: float = EMBEDDING_BYTES_PER_ELEMENT
         if tables and self.slice_bytes and self.input_bytes:
+            # Bytes of a parameter by those of a layer: both are given for each H^2
             per_element = tables * self.state_bytes / (self.slice_bytes / self.input_bytes)
         embedding = self.hidden_size * self.vocab_size * per_element
         return layers * self.hidden_size**2 * self.state_bytes + embedding

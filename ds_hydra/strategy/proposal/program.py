@@ -89,6 +89,7 @@ def round_strategy(
                 others[relaxed.longest_scheme] = max(1, others[relaxed.longest_scheme])
             free = num_devices - sum(s.num_devices * c for s, c in others.items())
             count = free // giving_way.num_devices
+            # The others need too much, or leave no pipeline for the longest sequences
             if free < 0 or (giving_way == relaxed.longest_scheme and count < 1):
                 continue
             chosen = {**others, giving_way: count}
@@ -271,6 +272,7 @@ def _remedies(
 ) -> list[str]:
     """Remedies by which a micro-batch of the context would fit, each as advice to the user."""
     profile, num_devices, context_length = world.profile, world.num_devices, world.context_length
+    # Devices that sharded states alone would fill: with fewer nothing is worth a try
     sharded = profile.memory.sharded_bytes / max(1, profile.memory.usable_bytes)
     doublings = (num_devices << exponent for exponent in range(1, 15))
     possible = (n for n in doublings if sharded < n <= MAX_DEVICES)
@@ -324,6 +326,7 @@ def charge_ms(
         raise ValueError("charge 'per_micro_batch' needs tokens_per_iteration")
     share_tokens = max(1.0, settings.tokens_per_iteration * scheme.num_devices / world.num_devices)
     fewest = max(1, int(np.ceil(share_tokens / world.max_len_tokens(scheme))))
+    # UtilLen is of one shard: SP and CP ranks together need so many times the tokens
     saturated = world.profile.saturation_tokens.get(scheme.tp, 1) * scheme.num_shards
     most = max(fewest, int(share_tokens // saturated))
     # Evenly by ratio: time is flat around its minimum.
@@ -378,6 +381,7 @@ def _devices_needed(
             size = scheme_devices[k]
             for j in range(l - 1, -1, -1):
                 work = work_ms[k, l] - work_ms[k, j]
+                # A bound, because devices[j] is least_work[j] / limit_ms at least
                 if (size * work + least_work[j]) / limit_ms >= best - 1e-9:
                     break
                 # Less what rounding adds: a quotient hardly above a whole number takes no step
@@ -439,6 +443,7 @@ def _make_program(world: World, histogram: LengthHistogram, settings: ProposalSe
     edges = occupied * settings.length_step
     # The last bin is held by what holds its longest sequence
     edges[-1] = min(edges[-1], lengths[-1])
+    # Column 0 is the empty prefix: differences of sums are then work of intervals
     work = np.zeros((len(schemes), occupied.size + 1))
     for k, scheme in enumerate(schemes):
         charged = charge_ms(world, scheme, lengths, settings) * counts
@@ -498,6 +503,7 @@ def _trace_back(
         scheme, before = program.schemes[by_scheme[l]], int(from_bin[l])
         # By f_T, in which devices are rounded up to steps, and not by the work.
         used = (devices[l] - devices[before]) / scheme.num_devices
+        # Rounded, because equal strategies are looked up as equal keys
         pipelines[scheme] = round(pipelines.get(scheme, 0.0) + used, 6)
         l = before
     return RelaxedStrategy(
@@ -527,10 +533,12 @@ def propose_from_histogram(
 
     A static choice has no maximum length of its own unless the program arrives at it too.
     """
+    # The largest first: smaller ones fill what it leaves free
     fillers = usable_schemes(world)[::-1]
     lengths_of: dict[Strategy, list[int]] = {}
     rounded: dict[tuple[tuple[Scheme, float], ...], tuple[Strategy, ...]] = {}
     for relaxed in relaxed_strategies(world, histogram, settings):
+        # Several maximum lengths may share one relaxed strategy
         if relaxed.num_pipelines not in rounded:
             rounded[relaxed.num_pipelines] = round_strategy(relaxed, world.num_devices, fillers)
         for strategy in rounded[relaxed.num_pipelines]:

@@ -50,6 +50,7 @@ def candidate_schemes(
     measured, unpruned = world.profile.latency, unpruned_schemes(world, tokens_per_iteration)
     kept = dict.fromkeys(pruned_schemes(world, unpruned))
     first = [scheme for scheme in unpruned if scheme in measured or scheme in kept]
+    # Sorted: a set has no order, and the order of schemes decides between equals
     found = (*first, *sorted(kept.keys() - {*unpruned}))
     context = world.context_length
     holds = any(_can_move(world, s) and world.max_len_tokens(s) >= context for s in found)
@@ -94,6 +95,7 @@ def _with_sequence_parallelism(world: World) -> list[Scheme]:
         for exponent in range(1, (world.num_devices // narrow.num_devices).bit_length()):
             scheme = replace(narrow, sp=1 << exponent)
             is_measured = Scheme(scheme.ranks_per_stage, narrow.pp) in measured
+            # Several stages would count no exchanges without a measured TP group as wide
             is_known = is_measured or (world.cluster is not None and narrow.pp == 1)
             divides = not heads or heads % scheme.ranks_per_stage == 0
             if is_known and divides and world.can_run(scheme):
@@ -135,6 +137,7 @@ def _with_expert_parallelism(world: World, known: Sequence[Scheme]) -> list[Sche
     return [
         shared
         for scheme in known
+        # TP cuts experts by width, so SP ranks alone share whole ones
         if scheme == Scheme(1, scheme.pp, sp=scheme.sp)
         and scheme.sp > 1
         and scheme.num_devices <= world.num_devices
@@ -155,6 +158,7 @@ def _with_moving_weights(
     powers = [1 << exponent for exponent in range(number.bit_length())]
     sizes = [*dict.fromkeys((*powers, number))]
     wide = [Scheme(1, 1, sp=n) for n in sizes if heads % n == 0]
+    # sizes[0] is one rank, which is there as SP 1
     wide += [Scheme(1, 1, cp=n) for n in sizes[1:]]
     node = world.cluster.hardware.devices_per_node if world.cluster is not None else 1
     wide += [
@@ -166,6 +170,7 @@ def _with_moving_weights(
         sp = max(n for n in powers if gcd(heads, number) % n == 0)
         wide += [Scheme(1, 1, sp=sp, cp=number // sp)] * (sp > 1)
     whole = [s for s in known if s.pp == s.ep == 1 and s == s.without_options()]
+    # T of the wide ones is a share of that of one rank
     for plain in dict.fromkeys([*whole, *wide] if costs.single_rank is not None else whole):
         scheme = replace(plain, gather=True)
         if not _can_move(world, scheme):
@@ -195,6 +200,7 @@ def _that_hold(world: World, scheme: Scheme, tokens: float) -> list[Scheme]:
     def held(variant: Scheme) -> int:
         return world.num_devices // scheme.num_devices * world.max_len_tokens(variant)
 
+    # More checkpointed layers hold more tokens, so counts need not be tried one by one
     fewest = [bisect_left(variants, room * tokens, key=held) for room in _ROOM]
     if tokens <= world.context_length:
         fewest.append(bisect_left(variants, world.context_length, key=world.max_len_tokens))
@@ -239,6 +245,7 @@ def _stretch(world: World, scheme: Scheme) -> Iterator[Scheme]:
     counts = {-(-layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)}
     variants = (replace(scheme, ckpt=ckpt, offload=world.offloads) for ckpt in sorted(counts))
     known = filter(memory.knows, variants)
+    # Cheapest first: the first that holds a class is the one for it
     for extended in sorted(known, key=lambda variant: costs.latency(variant).linear_ms):
         longest = world.max_len_tokens(extended)
         if longest >= min(classes) and world.can_run(extended):
