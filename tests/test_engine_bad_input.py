@@ -31,6 +31,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.iteration import RankReport
 from ds_hydra.engine.losses.objective import TokenScoreRecorder
 from ds_hydra.engine.propagation import RankOutcome, RankTimes
+from ds_hydra.engine.ranks import watchdog
 from ds_hydra.engine.ranks.settings import check_same_settings, comparable
 from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import (
@@ -38,6 +39,7 @@ from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
     PlanMismatchError,
+    RankLostError,
     UnsupportedModelError,
 )
 
@@ -276,11 +278,19 @@ def check(action, kind, *words):
 CONFIG, MISMATCH = HydraConfigError, PlanMismatchError
 
 
+def lose_a_rank_while_joining():
+    with mock.patch.object(watchdog, "gather_flags", side_effect=RuntimeError("no answer")):
+        initialize()
+
+
 def make_mistakes(folder):
     """Of engines that are made, then of one engine that stays as it is."""
     for mistake, kind, words in MISTAKES.values():
         check(mistake, kind, *words)
     make_mistakes_with_files(Path(folder))
+    before = watchdog._num_engines
+    check(lose_a_rank_while_joining, RankLostError, "no answer")
+    assert watchdog._num_engines == before, "the last engine would wait for one that did not start"
     engine = start_hydra(two_layers())
     rank, strategies = dist.get_rank(), ("1x<2,1>", "2x<1,1>")
     good = random_examples([7, 9], VOCAB_SIZE)

@@ -118,6 +118,10 @@ def test_a_checkpoint_continues_bit_by_bit_and_leaves_out_what_is_gone():
     assert fewer.mean("scheme <2,1>") == 0.0
     with pytest.raises(ValueError, match="names"):
         LearnedTimes.from_state({**state, "mean": [0.0]}, kept)
+    with pytest.raises(ValueError, match="noise"):
+        LearnedTimes.from_state({**state, "noise": [1.0]}, kept)
+    with pytest.raises(ValueError, match="names"):
+        LearnedTimes.from_state({**state, "names": ["scheme <1,1>", *state["names"][1:]]}, kept)
     with pytest.raises(ValueError, match="not finite"):
         LearnedTimes.from_state({**state, "noise": [float("nan"), 1.0]}, kept)
 

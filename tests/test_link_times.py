@@ -16,6 +16,7 @@ from reference import make_batch, make_plan, make_profile
 from test_events import make_work
 from test_planner import MAX_LEN, PROFILE, STRATEGIES
 
+from ds_hydra.configs import HydraConfig
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.candidates import EngineCandidates, planner_settings
@@ -137,6 +138,17 @@ def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
 def test_settings_travel_to_the_planning_processes():
     planner = with_links({STRATEGIES[0]: LinkTimes(pull_ms=3.0, push_ms=4.5)}, overlaps_links=False)
     assert PlannerSettings.from_json(planner.to_json()) == planner
+
+
+def test_the_proposal_plans_as_the_run_does():
+    config = HydraConfig.parse(
+        {"context_length": 64, "tokens_per_iteration": 64, "activation_checkpointing": True}
+    )
+    settings = CandidateSettings.of(
+        config, num_devices=2, given=(), can_run=lambda _: "", cluster=None, num_link_groups=0
+    )
+    run = planner_settings(config, STRATEGIES, lambda: None)
+    assert settings.planner.forward_fraction == run.forward_fraction == 1 / 4
 
 
 def test_the_proposal_counts_links():

@@ -38,6 +38,16 @@ def arrives():
     signal.raise_signal(signal.SIGTERM)
 
 
+def test_the_handler_that_was_there_is_called_though_the_answer_fails(calls):
+    asked, engine = Sigterm(), Engine()
+    asked.watch(engine, DEVICE)
+    arrives()
+    with pytest.raises(RuntimeError, match="a rank is lost"), asked.answering():
+        raise RuntimeError("a rank is lost")
+    assert calls == ["own"]
+    asked.leave(engine)
+
+
 def test_the_handler_that_was_there_is_called_after_the_answer_and_is_back_after_the_last(calls):
     asked, first, second = Sigterm(), Engine(), Engine()
     own = signal.getsignal(signal.SIGTERM)

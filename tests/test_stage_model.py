@@ -16,11 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
-from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model import packing_probe, stage_forward
 from ds_hydra.engine.model.attention_choice import head_widths
 from ds_hydra.engine.model.current_micro_batch import checkpointed
 from ds_hydra.engine.model.model_checks import check_supported
 from ds_hydra.engine.model.scheme_support import check_context, check_scheme
+from ds_hydra.engine.model.stage_forward import StageForward
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -139,6 +140,22 @@ class Scaled(transformers.LlamaForCausalLM):
 
 class OwnLoss(transformers.LlamaForCausalLM):
     loss_function = staticmethod(lambda logits, labels, **_: logits.sum())
+
+
+def test_no_hook_stays_on_a_head_whose_model_cannot_be_tried(monkeypatch):
+    run, ends = StageForward._run_few, stage_forward._end_at_head
+    had = []
+
+    def fails(forward, *given):
+        had.append(ends in forward._head._forward_pre_hooks.values())
+        assert not had[-1], "a family's own"
+        return run(forward, *given)
+
+    monkeypatch.setattr(StageForward, "_run_few", fails)
+    model = tiny("llama")
+    StageModel(model)
+    assert had[:2] == [False, True]
+    assert ends not in model.lm_head._forward_pre_hooks.values()
 
 
 def test_a_loss_of_the_model_itself_is_refused():

@@ -147,6 +147,14 @@ def test_of_a_silent_rank_is_said_what_may_hold_it_and_which_key_waits_longer(pa
         assert part in str(raised.value)
 
 
+def test_a_peer_that_had_nothing_to_say_after_all_is_kept(pair):
+    """The kernel may wake who listens and have nothing to read."""
+    (peer,) = pair[0]._peers.values()
+    with mock.patch.object(peer, "connection", mock.Mock(recv=mock.Mock(side_effect=TimeoutError))):
+        pair[0]._receive(peer)
+    assert pair[0]._peers == {1: peer}
+
+
 def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair):
     close_without_a_word(pair[1])
     wait_for_verdict(pair[0])

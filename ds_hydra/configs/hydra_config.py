@@ -447,6 +447,13 @@ class HydraConfig(_Section):
         return config
 
     @property
+    def forward_fraction(self) -> float:
+        """Share of a pass that is its forward: backward takes twice as long, and recomputes the
+        forward first under activation checkpointing.
+        """
+        return 1 / 4 if self.activation_checkpointing else 1 / 3
+
+    @property
     def digest(self) -> str:
         """16 hexadecimal digits that two sections share only if every key is equal, written or
         default.

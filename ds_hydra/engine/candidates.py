@@ -94,8 +94,7 @@ def planner_settings(
     cluster = find_links() if len(strategies) > 1 else None
     return PlannerSettings(
         seed=config.seed,
-        # Backward takes twice the forward, and recomputes it first under activation checkpointing.
-        forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
+        forward_fraction=config.forward_fraction,
         solver=planner.solver,
         link_times={s: cluster.link_times(s) for s in strategies} if cluster else {},
         overlaps_links=config.link.overlap,

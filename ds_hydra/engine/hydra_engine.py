@@ -197,10 +197,10 @@ class HydraEngine(CheckpointingEngine):
         self.device = torch.device(get_accelerator().device_name(place))
         if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
             logger.warning(problem)
-        with _torch_defaults():
-            join_watchdog(hydra_config.faults, self.device)
         self._is_watched = True
         try:
+            with _torch_defaults():
+                join_watchdog(hydra_config.faults, self.device)
             with watch("start"), _torch_defaults():
                 self._start(args, model, engine_args, engine_kwargs)
                 # Not DeepSpeed's truth value: an empty dataset is an error to report

@@ -28,7 +28,7 @@ from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import default_tokens_per_iteration, homogeneous_strategies
 from ds_hydra.strategy.schemes.enumeration import neighbour_strategies
 from ds_hydra.strategy.schemes.placement import group_limit
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import FORWARD_FRACTION, Scheme, Strategy
 
 TellProgress = Callable[[int, int], None]
 """Called with the number of global batches planned and their total."""
@@ -128,7 +128,11 @@ class CandidateSettings:
             num_link_groups=num_link_groups,
             max_enumerated=MAX_ENUMERATED_RANKS,
             seed=config.seed,
-            planner=replace(HEURISTIC, overlaps_links=config.link.overlap),
+            planner=replace(
+                HEURISTIC,
+                overlaps_links=config.link.overlap,
+                forward_fraction=config.forward_fraction,
+            ),
         )
 
     @property
@@ -212,7 +216,7 @@ class SampleBench:
             near = dict.fromkeys([*chosen, *alike])
             near |= dict.fromkeys(n for s in chosen for n in neighbour_strategies(s, schemes))
             new = [strategy for strategy in near if strategy not in screened]
-            estimator = FastEstimator(new, self.world)
+            estimator = FastEstimator(new, self.world, self.settings.planner.forward_fraction)
             times = [estimator.estimates_ms(batch) for batch in self.batches[:_NUM_SCREENED]]
             screened |= dict(zip(new, np.array(times).T))
             before, chosen = chosen, fastest_together(start, screened, most=_NUM_TRIED)
@@ -271,7 +275,8 @@ class SampleBench:
         won: Counter[Strategy] = Counter()
         estimator = None
         if len(strategies) > _MAX_PLANNED:
-            estimator = FastEstimator(strategies, self.world)
+            fraction = self.settings.planner.forward_fraction
+            estimator = FastEstimator(strategies, self.world, fraction)
         for number in range(ceil(share * len(self.batches))):
             tried = strategies
             if estimator is not None:
@@ -338,7 +343,13 @@ class FastEstimator:
     those that are worth a plan. Arrays are in the form that compiled code works on.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], world: World) -> None:
+    def __init__(
+        self,
+        strategies: Sequence[Strategy],
+        world: World,
+        forward_fraction: float = FORWARD_FRACTION,
+    ) -> None:
+        self._forward_fraction = forward_fraction
         placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
         schemes: list[Scheme] = []
         for kind in sorted({scheme.gathering for scheme in placed}):  # a strategy has one kind
@@ -367,7 +378,7 @@ class FastEstimator:
         lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
         found = np.zeros(self._counts.shape[0])
         if lengths.size and found.size:
-            every = make_problem(lengths, self._kinds)
+            every = make_problem(lengths, self._kinds, forward_fraction=self._forward_fraction)
             _screen(every, self._counts, self._max_len, self._gathers, found)
         return found
 

@@ -325,9 +325,6 @@ class CheckpointingEngine(DeepSpeedEngine):
         `scheduler`, if any, has to be.
         """
         rank, world_size = self.global_rank, self.world_size
-        model = read_model_states(folder, rank, world_size)
-        if scheduler is not None:
-            check_same_scheduler(folder, model["lr_scheduler"], scheduler)
         old_world = files.read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
         if self.use_node_local_storage() and old_world != world_size:
             raise CheckpointError(
@@ -335,6 +332,9 @@ class CheckpointingEngine(DeepSpeedEngine):
                 f"resume on {old_world} ranks, or copy the files of all nodes to a folder that all share and remove "
                 "checkpoint.use_node_local_storage"
             )
+        model = read_model_states(folder, rank, world_size)
+        if scheduler is not None:
+            check_same_scheduler(folder, model["lr_scheduler"], scheduler)
         groups = self._get_zero_param_shapes()
         optim = read_optimizer_states(
             folder, model["param_shapes"], old_world, groups, rank, world_size

@@ -258,14 +258,13 @@ class StageForward:
                 with noting_calls(self.outer) as before:
                     self._run_few(tokens, None)
                 self._placeholders[0].ends = False
-                handle = self._head.register_forward_pre_hook(_end_at_head)
-                for num_outputs in _NUMBERS_OF_OUTPUTS:
-                    self._answer_with(num_outputs)
-                    with noting_calls(self.outer) as calls, contextlib.suppress(*_FOREIGN):
-                        self._run_few(tokens, None)
-                        called |= set(calls)
-                        break
-                handle.remove()
+                with self._head.register_forward_pre_hook(_end_at_head):
+                    for num_outputs in _NUMBERS_OF_OUTPUTS:
+                        self._answer_with(num_outputs)
+                        with noting_calls(self.outer) as calls, contextlib.suppress(*_FOREIGN):
+                            self._run_few(tokens, None)
+                            called |= set(calls)
+                            break
         except Exception as error:  # a family's own code, where it wants more than tokens
             problem = f"running it without layers fails ({error})"
         return (

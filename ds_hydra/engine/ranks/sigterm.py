@@ -75,10 +75,12 @@ class Sigterm:
         this rank got the signal.
         """
         self._is_answered = True
-        yield
-        # SIG_DFL and SIG_IGN are no functions: the process ends by itself after its checkpoint
-        if self._is_set and callable(self._before):
-            self._before(signal.SIGTERM, None)
+        try:
+            yield
+        finally:
+            # SIG_DFL and SIG_IGN are no functions: the process ends by itself after its checkpoint
+            if self._is_set and callable(self._before):
+                self._before(signal.SIGTERM, None)
 
     def leave(self, watcher: object) -> None:
         """Forget `watcher`. After the last one SIGTERM has its former handler again; an unanswered

@@ -339,7 +339,7 @@ class Watchdog:
     def _receive(self, peer: Peer) -> None:
         try:
             data = peer.connection.recv(65536)
-        except BlockingIOError:
+        except TimeoutError:  # woken for nothing; a socket with a timeout raises no other
             return
         except OSError:
             data = b""

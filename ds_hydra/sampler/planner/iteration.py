@@ -75,7 +75,7 @@ def iteration_bound_ms(
     if not planning.is_held(planning.longest(strategy)):
         return np.inf
     phase = PhasePlan.of(planning, strategy)
-    # A tenth of the time of the bound, and enough for a strategy that cannot win
+    # Needs no dispatch, and is enough for a strategy that cannot win
     if np.isfinite(limit_ms) and phase.is_beyond(limit_ms):
         return limit_ms
     planning.bounded[strategy] = phase.dispatch()

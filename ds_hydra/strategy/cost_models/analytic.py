@@ -12,9 +12,9 @@ size:
 
 Of a mixture of experts, each of size I_e, a token uses K: I is then that of its K experts and the
 shared one. All E are read twice and their gradient is written for each micro-batch, whatever its
-length, 6 * 3 E H I_e / (TP ep) bytes. With ep a token's hidden state travels to each of its experts
-and back, forward and backward, 4 * 2 K H (ep - 1) / ep bytes, and the busiest rank gets `skew`
-times the mean of tokens.
+length, 6 * 3 E H I_e / TP bytes, or / ep. With ep a token's hidden state travels to each of its
+experts and back, forward and backward, 4 * 2 K H (ep - 1) / ep bytes, and the busiest rank gets
+`skew` times the mean of tokens.
 
 Layers that are made of something else count by their own matrices (`decoder.py`), the mean over
 layers, and their states as matrices of as many multiplications; W is then the mean of attention's

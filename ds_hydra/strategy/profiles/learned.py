@@ -304,7 +304,11 @@ class LearnedTimes:
         surprise_F = np.array(state["surprise"], dtype=np.float64)
         if (mean_F.shape, cov_FF.shape, surprise_F.shape) != ((num,), (num, num), (num,)):
             raise ValueError(f"{num} names, and arrays of {mean_F.shape} and {cov_FF.shape}")
+        if state["names"][:1] not in ([], [MACHINE]):
+            raise ValueError(f"names that begin with {state['names'][0]!r}")
         noise = [float(value) for value in state["noise"]]
+        if len(noise) != 2:
+            raise ValueError(f"noise of {len(noise)} numbers")
         if not all(np.isfinite(a).all() for a in (mean_F, cov_FF, surprise_F, noise)):
             raise ValueError("values that are not finite")
         return cls(
