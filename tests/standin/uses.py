@@ -65,7 +65,7 @@ def trainer() -> dict[str, Any]:
     import datasets
     from accelerate import PartialState
     from accelerate.utils import DistributedType
-    from test_trainer import prepare, rows, training_arguments
+    from test_trainer import prepare, rows, small_model, training_arguments
     from transformers import TrainerCallback
 
     from ds_hydra import HydraTrainer
@@ -87,11 +87,11 @@ def trainer() -> dict[str, Any]:
 
     def losses(**settings: Any) -> tuple[list[float], Any]:
         arguments = training_arguments(
-            folder, output_dir=str(folder / "out"), use_cpu=False, max_steps=4, **settings
+            str(folder / "out"), folder, use_cpu=False, max_steps=4, **settings
         )
         assert arguments.device == torch.device("standin", 0)
         resumed = HydraTrainer(
-            model=tiny("llama").to("standin"), args=arguments, train_dataset=data, eval_dataset=data
+            model=small_model().to("standin"), args=arguments, train_dataset=data, eval_dataset=data
         )
         resumed.add_callback(Waits())
         resumed.train(resume_from_checkpoint=settings.get("save_steps") is None)
@@ -111,5 +111,5 @@ def trainer() -> dict[str, Any]:
         found["resumed"], last = losses(save_strategy="no")
         found["eval_loss"] = last.evaluate()["eval_loss"]
     first = [{k: torch.tensor(v) for k, v in row.items()} for row in rows()[:4]]
-    found["wanted"] = token_mean_gradients(tiny("llama"), first)[0]
+    found["wanted"] = token_mean_gradients(small_model(), first)[0]
     return found
