@@ -100,7 +100,7 @@ def micro_batches(num_iterations):
 
 
 @pytest.mark.parametrize(
-    "kernel", ["flash_attention_2", pytest.param(CUDNN, marks=pytest.mark.slow)]
+    "kernel", ["flash_attention_2", pytest.param(CUDNN, marks=pytest.mark.nightly)]
 )
 def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
     with installed(kernel) as calls, mock.patch.object(attention_contract, "LONG_TOKENS", 30):
@@ -121,7 +121,7 @@ def test_one_graph_of_a_layer_serves_all_lengths(traced, kernel):
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sinks_windows_and_padded_heads_are_in_the_graph(traced):
     """gpt-oss: layers with a window and without are two kinds."""
     with installed("flash_attention_2"):

@@ -153,7 +153,7 @@ def test_groups_of_all_ranks_where_these_are_no_power_of_two():
     assert_parity(run_distributed(on_six_ranks, 6)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_layers_of_several_lists_gather_their_keys_again():
     """HRM-text runs some layers without gradient, and ends with one of its other list."""

@@ -186,7 +186,7 @@ IN_A_ROW = (
     [
         ("llama", STRATEGIES_OF_4),
         pytest.param("llama", IN_A_ROW, marks=pytest.mark.nightly),
-        pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.slow),
+        pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.nightly),
     ],
 )
 def test_ten_steps_of_changing_strategies_equal_stock_deepspeed(family, strategies):

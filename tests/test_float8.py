@@ -168,15 +168,9 @@ def assert_agreement(found, recipe=ROWWISE):
         assert error > LEAST_ERROR, f"{text}: nothing was multiplied in 8 bits ({error:.1e})"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("recipe", "hydra"),
-    [
-        (ROWWISE, {}),
-        pytest.param("tensorwise_emulated", {}, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "hydra"), [(ROWWISE, {}), ("tensorwise_emulated", {})])
 def test_strategies_agree(recipe, hydra):
     found, said = run_distributed(check_strategies, 4, recipe, hydra, STRATEGIES)[0]
     assert_agreement(found, recipe)

@@ -75,7 +75,7 @@ def check_patched(family, strategies=STRATEGIES, hydra=None):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("llama", marks=pytest.mark.nightly),
         pytest.param("qwen3", marks=pytest.mark.nightly),
         pytest.param("mixtral", marks=pytest.mark.nightly),  # minutes of products by numpy
     ],

@@ -200,7 +200,7 @@ def neftune_parity(family, strategies):
     ("family", "strategies"),
     [
         ("qwen3", STRATEGIES[1:4]),
-        pytest.param("gemma3", (*STRATEGIES[:6], "2x<1,2;ckpt=2>"), marks=pytest.mark.slow),
+        pytest.param("gemma3", (*STRATEGIES[:6], "2x<1,2;ckpt=2>"), marks=pytest.mark.nightly),
     ],
 )
 def test_neftune_equals_one_process_under_every_strategy(family, strategies):

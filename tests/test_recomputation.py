@@ -59,7 +59,7 @@ RUNS = {
     "padded heads": (2, "deepseek_v3", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=2>"), {}),
     "sinks": (2, "gpt_oss", ("1x<1,1;ckpt=2>", "1x<sp2,1;ckpt=1>"), {}),
 }  # fmt: skip
-MARKS = {"options": (), **dict.fromkeys(("offloaded", "cut", "sinks"), pytest.mark.slow)}
+MARKS = {"options": (), "offloaded": pytest.mark.slow}
 """Of others gradients are rows of the parity table, whose attention is another one."""
 
 

@@ -269,7 +269,7 @@ def test_two_ranks_log_what_trl_logs_on_one(on_two_ranks, name):
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        pytest.param(2, tuple(n for n in CASES if n not in USUAL), marks=pytest.mark.slow),
+        pytest.param(2, tuple(n for n in CASES if n not in USUAL), marks=pytest.mark.nightly),
         pytest.param(4, tuple(CASES), marks=pytest.mark.nightly),
     ],
     ids=("others on two ranks", "all on four ranks"),
