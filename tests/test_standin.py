@@ -286,5 +286,4 @@ def test_hydra_trainer_trains_resumes_and_evaluates():
         own = waits_with_nothing_to_do({"waits": last})
         assert 0 < sum(own.values()) <= MAX_HOST_WAITS, own
         of_trainer = {place: n for place, n in last.items() if "at transformers" in place}
-        # NaN, Inf, and what is logged: the loss, and FLOP of all ranks, which go there and back
-        assert sum(of_trainer.values()) <= 5, of_trainer
+        assert sum(of_trainer.values()) <= 3, of_trainer  # NaN, Inf and the loss, which is logged

@@ -605,6 +605,11 @@ class EngineMixin:
         flops = self.engine.reporter.flops.of(plan.lengths) / plan.num_devices
         return 0.0 if math.isnan(flops) else flops
 
+    def store_flos(self) -> None:
+        """Add the FLOPs of all ranks to the state, without asking them or the device."""
+        self.state.total_flos += self.current_flos * self.args.world_size
+        self.current_flos = 0
+
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += self.engine.last_metrics.num_tokens
